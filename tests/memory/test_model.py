@@ -500,3 +500,12 @@ def test_a_reading_of_little_weight_hardly_bends_the_fit():
     points, values = [(1,), (2,), (4,), (8,)], [100e6, 14e6, 18e6, 26e6]
     found = fit_polynomial(points, values, ROWS_ONLY, [1e-6, 1, 1, 1])
     assert found((64,)) == pytest.approx(10e6 + 2e6 * 64, rel=1e-3)
+
+
+def test_packed_rows_of_one_shape_predict_rows_of_others_by_their_tokens():
+    """A run packs rows of any length, also after a plan that had no time for a second one."""
+    readings = [Probe(rows=n, shape=(20, 30), phases={"forward": 1000 + 100 * n}) for n in (1, 4)]
+    model = MemoryModel.fit(readings, packed=True)
+    assert model.peak_bytes(2, (20, 30)) == 1200
+    assert model.peak_bytes(1, (40, 60)) == 1200
+    assert model.peak_bytes(1, (20, 130)) == 1300

@@ -3,12 +3,15 @@
 import functools
 import math
 import shutil
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
 from brimful.errors import BadOption
+from brimful.memory.layout import PACKED
 from brimful.planning import compile_trial
 from brimful.planning.levers import checkpointing, compiling
 from brimful.planning.micro_batch import Search
@@ -124,6 +127,16 @@ def test_on_a_cpu_nothing_is_compiled_unasked(compiled):
     assert not compiled
 
 
+def test_packed_rows_on_a_card_without_kernels_are_not_compiled_and_the_plan_says_why():
+    sizes = {"limit_bytes": 2**30, "limit_reason": "free", "fill": 0.85, "host_limit_bytes": 2**30}
+    old_card = Target(device=torch.device("cuda"), name="an old card", **sizes)
+    compiler, context = compiling(Tagger(), Tagger().model()), SimpleNamespace(layout=PACKED)
+    search = SimpleNamespace(options=PlanOptions(), compiler=compiler, context=context, target=old_card)
+    reason = "an old card has compute capability 7.5, and the kernels for packed rows need 8.0"
+    with patch.object(Target, "why_no_kernels", reason):
+        assert compile_trial.wants_compiled(search) == (False, reason)
+
+
 def test_a_plan_that_compiles_says_what_it_gained_and_a_step_follows_it(compiled):
     task = Tagger()
     plan = small_plan(task, compile="on", memory_limit="64MiB", global_batch=8)
@@ -234,6 +247,15 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_was(broken):
     with pytest.raises(BadOption):
         small_plan(task, model=model, compile="on")
     assert not any("forward" in vars(block) for block in model.body)
+
+
+def test_on_a_cpu_blocks_are_compiled_with_rows_that_fit_the_limit(compiled):
+    """The step of 50 rows takes twice the limit."""
+    plan = small_plan(Tagger(), compile="on", memory_limit="4MiB")
+    compiled_rows = max(one.micro_batch for one in plan.tried)
+    assert plan.memory_model.peak_bytes(50, plan.shape) > plan.limit_bytes
+    assert compiled_rows > 1 and plan.memory_model.peak_bytes(compiled_rows, plan.shape) <= plan.limit_bytes
+    assert plan.choice("compile").effective == "on"
 
 
 @pytest.mark.parametrize(("fitting", "reason"), [(3, "3 rows in "), (0, "1 row in ")])

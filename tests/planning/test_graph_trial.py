@@ -94,6 +94,17 @@ def test_where_it_was_asked_for_a_refusal_is_one_message(plan, search, monkeypat
     )
 
 
+@pytest.mark.parametrize("lengths, effective", [((20, 20), "on"), ((20, 19), "off")])
+def test_padded_rows_are_replayed_where_all_are_of_one_length(search, monkeypatch, lengths, effective):
+    tried(monkeypatch, graph_trial._Trial(0.02, 900))
+    rows = [np.arange(2, 2 + length) for length in lengths] * 8
+    search.rows, search.most = rows, 16
+    padded = small_plan(
+        Lines(), data=rows, global_batch=16, layout="padded", workers=0, deterministic=True, memory_limit="64MiB"
+    )
+    assert with_graph(search, padded, 0.06).choice("cuda_graphs").effective == effective
+
+
 def test_a_slower_replay_is_used_where_it_was_asked_for(plan, search, monkeypatch):
     search.options.cuda_graphs = "on"
     tried(monkeypatch, graph_trial._Trial(0.09, 900))

@@ -152,6 +152,17 @@ def test_too_few_blocks_to_leave_some_out_are_refused():
         small_plan(checkpointing="every-2")
 
 
+def test_checkpointing_without_repeated_blocks_is_refused_in_one_clause():
+    class OneLayer(Tagger):
+        def model(self):
+            return nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100))
+
+    with pytest.raises(
+        BadOption, match='^checkpointing="on" is not possible: the model has no method for it and no repeated'
+    ):
+        small_plan(OneLayer(), checkpointing="on")
+
+
 def test_a_hook_of_the_task_switches_all_blocks():
     class Hooked(Tagger):
         def checkpointing(self, model, on):

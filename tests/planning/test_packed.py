@@ -1,19 +1,18 @@
 """Plans of packed rows: what they say, how well they predict, and which models are refused or trained padded."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from brimful import simulated_memory
 from brimful.errors import BadOption, TaskError
 from brimful.memory.layout import PACKED
-from brimful.packing import attention
+from brimful.packing import attention, causal
 from brimful.packing.sequence import Boundaries
 from brimful.planning import exactness
-from brimful.planning.choices import _too_long
 from brimful.planning.plan import Plan
 from brimful.planning.target import Target
 from brimful.step.stepper import Stepper
@@ -297,11 +296,59 @@ def test_few_rows_are_compared_once_each(with_kernels, count):
     assert reason.startswith(f"loss and gradient of {count} row{'s' * (count > 1)} are the same")
 
 
-@pytest.mark.parametrize("limit, warned", [(100, True), (200, False)])
-def test_a_longest_row_that_does_not_fit_alone_is_a_warning(packed, limit, warned):
-    model = SimpleNamespace(peak_bytes=lambda rows, shape: 150)
-    trial = SimpleNamespace(setting=packed.tried[0].setting, survey=SimpleNamespace(model=model))
-    search = SimpleNamespace(longest=(900,), target=SimpleNamespace(limit_bytes=limit))
-    warning = _too_long(search, trial)
-    expected = "the longest row (900) needs about 150 B alone, more than the limit of 100 B: a run stops there unless"
-    assert warning.startswith(expected) if warned else warning == ""
+def rows_of_18_and_one_of_100():
+    return [*[np.arange(18) % 50 + 2] * 60, np.arange(100) % 50 + 2]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_checkpointing_is_used_where_the_longest_row_would_not_fit_without_it(deterministic):
+    """The mean row fits without, and is faster."""
+    plan = small_plan(
+        Lines(), data=rows_of_18_and_one_of_100(), global_batch=8, layout="packed", memory_limit="450KiB", workers=0,
+        deterministic=deterministic,
+    )  # fmt: skip
+    choice = plan.choice("checkpointing")
+    assert choice.effective == "on" and "the longest row (100) does not fit" in choice.reason
+    assert plan.memory_model.peak_bytes(1, (100,)) < plan.limit_bytes
+    assert not plan.warnings
+
+
+def test_a_table_does_not_choose_a_setting_that_the_longest_row_does_not_fit():
+    plan = small_plan(
+        Lines(), data=rows_of_18_and_one_of_100(), global_batch=8, layout="packed", memory_limit="450KiB", workers=0,
+        table=True,
+    )  # fmt: skip
+    assert plan.choice("checkpointing").effective == "on"
+    assert any(tried.setting.checkpointing == "off" and tried.fits for tried in plan.tried)
+
+
+@pytest.mark.parametrize("limit, warned", [("300KiB", True), ("2MiB", False)])
+def test_a_longest_row_that_does_not_fit_alone_is_a_warning(limit, warned):
+    rows = rows_of_18_and_one_of_100()
+    plan = small_plan(Lines(), data=rows, global_batch=8, layout="packed", memory_limit=limit, workers=0)
+    warnings = [warning for warning in plan.warnings if "the longest row (100) needs about" in warning]
+    assert len(warnings) == warned
+    assert all("alone, more than the limit of 300 KiB: a run stops there unless" in warning for warning in warnings)
+
+
+def test_a_long_row_that_fits_is_not_refused_because_short_ones_predict_too_much():
+    """Between 64 and 87 words of this model memory grows as fast as it never does again."""
+    rows = [*[np.arange(length) % 50 + 2 for length in (64, 87, 174)] * 20, np.arange(350) % 50 + 2]
+    plan = small_plan(LongLines(), data=rows, global_batch=16, layout="padded", memory_limit="5MiB", workers=0)
+    assert plan.micro_batch == 1 and plan.ooms == 0
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+class LongLines(Lines):
+    """Llama, with room for long rows."""
+
+    def model(self):
+        torch.manual_seed(1)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
+
+    def collate(self, rows):
+        return causal.pad([torch.as_tensor(row) for row in rows])
+
+    def loss(self, model, batch):
+        return causal.padded_loss(model, batch)

@@ -1,5 +1,6 @@
 """What cannot be split or repeated is refused with what to use instead; gradient wrappers are removed."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from brimful import simulated_memory
 from brimful.errors import InexactSplit, TaskError, UnsupportedModel
 from brimful.step.checks import (
     MANY_SHAPES,
@@ -462,4 +464,65 @@ def test_the_right_count_is_accepted_on_the_same_rows():
 
     stepper = language_stepper(right)
     stepper.step(prompts(32, unmasked=(13,)))
+    assert not stepper.events
+
+
+# Memory that is too short for the check
+
+
+def contrastive(model, batch):
+    queries, keys = batch
+    scores = model(queries) @ model(keys).T
+    return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16))
+
+
+def test_a_loss_across_rows_is_refused_where_copies_of_the_weights_do_not_fit():
+    """The check in float64 needs more than a step of this model, whose weights are most of it."""
+    model = wide()
+    before = [param.detach().clone() for param in model.parameters()]
+    with simulated_memory("4MiB"):
+        stepper = Stepper(model, sgd(model), contrastive, micro_batch=32)
+        with pytest.raises(InexactSplit, match="looks across rows"):
+            stepper.step((torch.randn(64, 32), torch.randn(64, 32)))
+    assert "only losses were compared and no gradients" in stepper.events[0].sentence
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def short_of_memory(model, batch):
+    """Has no memory for what only the check does: float64, and a forward without a graph."""
+    if batch.dtype is torch.float64 or not torch.is_grad_enabled():
+        raise torch.OutOfMemoryError("out of memory")
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [(small(), "memory ran out"), (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), "BatchNorm")]
+)
+def test_a_split_that_could_not_be_checked_is_a_warning(model, reason, caplog):
+    stepper = Stepper(model, sgd(model), short_of_memory, micro_batch=4)
+    stepper.step(torch.randn(8, 3))
+    stepper.step(torch.randn(8, 3))
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and f"the step is split although {reason}" in warnings[0]
+
+
+def test_a_loss_that_computes_gradients_itself_is_checked_and_split():
+    def penalty(model, batch):
+        inputs = batch.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return Loss((gradient.norm(dim=1) - 1).square().sum(), len(batch))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    plain, batch = copy.deepcopy(model), torch.randn(8, 3, dtype=torch.float64)
+    (penalty(plain, batch).sum / 8).backward()
+    sgd(plain).step()
+    stepper = Stepper(model, sgd(model), penalty, micro_batch=3)
+    assert stepper.step(batch).micro_batches == 3
+    assert all(torch.allclose(*pair, rtol=1e-12) for pair in zip(model.parameters(), plain.parameters(), strict=True))
     assert not stepper.events

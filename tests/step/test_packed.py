@@ -14,6 +14,7 @@ from brimful.planning.planner import plan as make_plan
 from brimful.step.stepper import Stepper
 from brimful.units import MiB
 from tests.packing.small import Lines, draw_rows
+from tests.planning.small import small_plan
 from tests.step.fleet import Fleet
 from tests.step.small import distance, out_of_memory, plain_loop
 
@@ -236,6 +237,42 @@ def test_a_row_too_large_alone_stops_the_run_by_name(plan):
         DoesNotFit, match=r"row 24 of step 1 \(lengths 100\) cannot be split and needs about .* \(predicted\)"
     ):
         stepper.step(rows)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    return small_plan(
+        Lines(), data=draw_rows(100), global_batch=8, layout="packed", memory_limit="400KiB", workers=0,
+        checkpointing="on", deterministic=True,
+    )  # fmt: skip
+
+
+def step_within(tight, lengths, **options):
+    """A step of short rows and rows of these lengths, in no more memory than the plan was made for."""
+    task = Lines()
+    model = task.model()
+    rows = [*draw_rows(6, seed=2), *(np.arange(length) % 50 + 2 for length in lengths)]
+    with simulated_memory(tight.limit_bytes) as memory:
+        memory.adopt(model.parameters())
+        stepper = Stepper(model, task.optimizer(model), task, tight, **options)
+        stepper.step(draw_rows(8))  # the optimizer's state exists from here on
+        return stepper.step(rows)
+
+
+def test_a_row_over_the_planned_limit_is_not_tried_again(tight):
+    """Each try is a whole step, and no moment is long enough for it."""
+    assert tight.memory_model.peak_bytes(1, (128,)) > tight.limit_bytes
+    result = step_within(tight, [128], skip_oversized=True)
+    assert result.set_aside == (6,) and result.ooms == 1
+
+
+def test_a_row_that_fits_only_without_gradients_is_set_aside_too(tight):
+    """The first of two such rows fits, so that the second used to end the run."""
+    roomier = replace(tight, limit_bytes=455 * 1024)
+    result = step_within(roomier, [128, 128], skip_oversized=True)
+    assert len(result.set_aside) == 1 and result.rows == 7
+    with pytest.raises(DoesNotFit, match="because the gradients of earlier rows take up part of it"):
+        step_within(roomier, [128, 128])
 
 
 # Several ranks

@@ -120,11 +120,15 @@ class MemoryModel:
         readings = tuple(probes)
         varied = len({probe.shape for probe in readings}) > 1
         lengths = len(readings[0].shape)
-        terms = token_terms(lengths) if packed and varied else candidates(lengths, lengths_vary=varied)
+        terms = candidates(lengths, lengths_vary=varied)
+        if packed:
+            terms = token_terms(lengths) if varied else terms[:2]
         phases = {
             name: _fit_phase(name, [probe for probe in readings if name in probe.phases], terms)
             for name in dict.fromkeys(name for probe in readings for name in probe.phases)
         }
+        if packed and not varied:
+            phases = {name: _in_tokens(phase, readings[0].shape) for name, phase in phases.items()}
         phases.update(_without_gradients(phases, readings))
         plain = cls(phases=phases, margin=1.0, reserved_ratio=1.0, error=error, probes=readings)
         top = [probe for probe in readings if probe.peak_bytes >= NEAR_THE_TOP * max(p.peak_bytes for p in readings)]
@@ -249,6 +253,15 @@ def token_terms(lengths: int) -> list[Powers]:
     20+30 tokens and one of 20+1,500, and 246 were measured.
     """
     return [_powers(1 + lengths, {}), *((1, *_powers(lengths, {axis: 1})) for axis in range(lengths))]
+
+
+def _in_tokens(phase: Polynomial, shape: Shape) -> Polynomial:
+    """The same for rows of this shape, and for others: what a row takes is taken by its tokens, of each length alike."""
+    rows, terms, tokens = _powers(1 + len(shape), {0: 1}), dict(phase.terms), sum(shape)
+    if rows in terms and tokens:
+        each = terms.pop(rows) / tokens
+        terms.update(dict.fromkeys(token_terms(len(shape))[1:], each))
+    return Polynomial(terms)
 
 
 def candidates(lengths: int, *, lengths_vary: bool) -> list[Powers]:

@@ -114,12 +114,10 @@ def warnings_of(search: "Search", trial: "Trial", timing: Timing) -> list[str]:
 
 def _too_long(search: "Search", trial: "Trial") -> str:
     """A packed plan is made for the mean row, and the longest may not fit even alone."""
-    longest = search.longest
-    if trial.setting.layout != "packed" or not longest:
+    if search.holds_longest(trial):
         return ""
-    needed, limit = trial.survey.model.peak_bytes(1, longest), search.target.limit_bytes
-    if needed <= limit:
-        return ""
+    longest, limit = search.longest, search.target.limit_bytes
+    needed = trial.survey.model.cost_bytes(1, longest)
     return (
         f"the longest row ({'+'.join(map(str, longest))}) needs about {show_bytes(needed)} alone, more than the limit of "
         f"{show_bytes(limit)}: a run stops there unless such rows are skipped (skip_oversized) or shortened (lengths)"

@@ -43,6 +43,8 @@ def wants_compiled(search: "Search") -> tuple[bool, str]:
     if requested == "off" or not compiler.available:
         return False, "as requested" if requested == "off" else compiler.reason
     if requested == "auto" and not (search.context.layout is PACKED and search.target.has_kernels):
+        if search.context.layout is PACKED and search.target.device.type != "cpu":
+            return False, search.target.why_no_kernels
         return False, "only packed steps on a GPU are compiled unless requested"
     started = now()
     try:
@@ -62,6 +64,8 @@ def _try(search: "Search") -> tuple[bool, str]:
 def _rows_that_fit(search: "Search") -> int:
     """Without checkpointing, as predicted from the first rows."""
     prober = search.prober
+    if not prober.token_bytes:  # of a device that does not count peaks
+        prober.learn_token_bytes(min(2, search.most), search.short)
     if not prober.token_bytes:
         return COMPILED_ROWS
     room = search.target.budget_bytes - prober.fixed_bytes - prober.gradient_bytes

@@ -99,19 +99,25 @@ class Exactness:
 
 
 def check_exactness(
-    context: StepContext, batch: Any, halves: Sequence[Any] | None = None, *, name: str | None = None
+    context: StepContext,
+    batch: Any,
+    halves: Sequence[Any] | None = None,
+    *,
+    name: str | None = None,
+    gradients: bool = True,
 ) -> Exactness:
     """Compare a small batch with its two halves. Weights, buffers, and attributes of model and task stay as they are.
 
     What the code keeps in global variables or closures cannot be restored. The caller restores random state.
 
     Halves that were collated by themselves have their own padding, and show a model that looks at padding. `name` is how
-    the reason calls the rows.
+    the reason calls the rows. Without `gradients` only losses and buffers are compared, in the precision of the weights, which takes
+    next to no memory beside them.
     """
-    norms = [part for part in context.model.named_modules() if isinstance(part[1], nn.modules.batchnorm._BatchNorm)]
+    norms = _batch_norms(context.model)
     rows = name or f"{rows_of(batch)} rows"
     parts = [batch, *(halves or split_batch(batch, rows_of(batch) // 2))]
-    result = _in_best_precision(context, parts, [part for _, part in norms])
+    result = _in_best_precision(context, parts, [part for _, part in norms], gradients=gradients)
     share = _share(result.difference)
     if not result.comparable:
         reason = f"the same {rows} give another loss at each call, so halves cannot be compared with them"
@@ -130,9 +136,7 @@ def check_exactness(
         reason = f"the loss looks across rows{other}: {rows} and their two halves differ by {share}"
         return Exactness(looks_across_rows=True, batch_norm=bool(norms), reason=reason)
     if norms:
-        more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-        reason = f"BatchNorm ({norms[0][0]!r}{more}) averages over the micro-batch instead of the global batch"
-        return Exactness(batch_norm=True, reason=reason)
+        return Exactness(batch_norm=True, reason=batch_norm_reason(context.model))
     if change := result.change or _hook_after_accumulation(context):
         return Exactness(depends_on_split=True, reason=change)
     mean = "; the loss is a plain mean, weighted by rows" if result.plain_mean else ""
@@ -142,6 +146,19 @@ def check_exactness(
         )
         return Exactness(random=True, reason=reason)
     return Exactness(reason=f"{rows} and their two halves give the same {result.compared}{mean}")
+
+
+def batch_norm_reason(model: nn.Module) -> str:
+    """What a split changes in a model with BatchNorm; empty for others."""
+    norms = _batch_norms(model)
+    if not norms:
+        return ""
+    more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
+    return f"BatchNorm ({norms[0][0]!r}{more}) averages over the micro-batch instead of the global batch"
+
+
+def _batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [part for part in model.named_modules() if isinstance(part[1], nn.modules.batchnorm._BatchNorm)]
 
 
 def check_rows(context: StepContext, rows: Dataset, count: int, most_tokens: int | None = None) -> Exactness:
@@ -348,9 +365,11 @@ class _Result:
     comparable: bool = True
 
 
-def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Module]) -> _Result:
+def _in_best_precision(context: StepContext, parts: list[Any], norms: list[nn.Module], *, gradients: bool) -> _Result:
     parts = [to_device(part, context.device) for part in parts]
-    with torch.enable_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.set_grad_enabled(gradients), torch.backends.cudnn.flags(allow_tf32=False):
+        if not gradients:
+            return _compare(context, parts, norms)
         widens = _copies_fit(context, torch.float64) and not _is_quantized(context)
         for factor in (2, 1) if widens else ():
             try:
@@ -604,13 +623,12 @@ def _value(
 
 
 def _losses(context: StepContext, parts: list[Any]) -> list[float]:
-    """The losses of these parts, one after the other."""
-    with torch.no_grad():
-        values = [(context.task.loss(context.model, part), part) for part in parts]
-        terms = [
-            loss_terms(context.task, value, model=context.model, batch=part, needs_grad=False) for value, part in values
-        ]
-    return [float(term.sum) for one in terms for term in one.values()]
+    """The losses of these parts, one after the other. With gradients, since a loss may compute its own: a penalty, or forces."""
+    values = [(context.task.loss(context.model, part), part) for part in parts]
+    terms = [
+        loss_terms(context.task, value, model=context.model, batch=part, needs_grad=False) for value, part in values
+    ]
+    return [float(term.sum.detach()) for one in terms for term in one.values()]
 
 
 class _Projection:

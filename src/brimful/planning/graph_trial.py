@@ -101,7 +101,7 @@ def _with_choice(plan: Plan, choice: Choice) -> Plan:
 
 
 def _check_possible(search: "Search", plan: Plan) -> None:
-    if plan.layout == "padded" and plan.shape:
+    if plan.layout == "padded" and not _one_shape(search, plan):
         raise _Refused("padded rows have many shapes, and a graph serves one")
     if plan.layout == "padded" and search.most % plan.micro_batch:
         raise _Refused("micro-batches differ in size, and a graph serves one")
@@ -110,6 +110,13 @@ def _check_possible(search: "Search", plan: Plan) -> None:
     if search.options.deterministic:
         raise _Refused("deterministic: it would be chosen by its time")
     _check_time(search, plan)
+
+
+def _one_shape(search: "Search", plan: Plan) -> bool:
+    """Whether all rows of the data are as long as planned, such as texts cut into blocks. Without data it is not known."""
+    if not plan.shape:
+        return True
+    return search.rows is not None and bool((row_lengths(search.task, search.rows, steady=True) == plan.shape).all())
 
 
 def _check_time(search: "Search", plan: Plan) -> None:

@@ -186,7 +186,7 @@ class Search:
         """The first step, and whether a step may be split."""
         wanted = self.options.checkpointing
         if wanted != "auto" and wanted not in self.lever.settings:
-            reason = self.lever.reason
+            reason = self.lever.reason.removeprefix("not available: ")
             if self.lever.available:
                 few = f"the model has only {self.lever.blocks} blocks"
                 reason = few if self.lever.blocks else f"it is switched {reason}, for all blocks or none"
@@ -334,6 +334,15 @@ class Search:
                 return offloaded, f"not even checkpointing every block fits one row; {self.lever.reason}"
             checkpointed = self._or_raise(checkpointed)
             return self._lightest_that_fits(plain, checkpointed), f"without it {fits}; {self.lever.reason}"
+        if not self.holds_longest(plain):
+            for heavier in ("on", "offload"):
+                trial = (
+                    self._try(replace(self.setting, checkpointing=heavier)) if heavier in self.lever.settings else plain
+                )
+                if trial.speed is not None and self.holds_longest(trial):
+                    longest = "+".join(map(str, self.longest))
+                    reason = f"without it the longest row ({longest}) does not fit; {self.lever.reason}"
+                    return self._lightest_that_fits(plain, trial) if heavier == "on" else trial, reason
         if plain.largest == self.most:
             return plain, "the whole step fits without it"
         if self.options.deterministic:
@@ -345,6 +354,12 @@ class Search:
         if not self.time.allows(PROVEN_REACH * plain.largest, self.shape, 2 + FINISH, "checkpointing"):
             return plain, "there was no time left to try it"
         return self._challenge(plain)
+
+    def holds_longest(self, trial: Trial) -> bool:
+        """Whether the longest row is predicted to fit alone. Packed sizes are planned for the mean row, which is shorter."""
+        if trial.setting.layout != "packed" or not trial.survey.probes:
+            return True
+        return trial.survey.model.cost_bytes(1, self.longest) <= self.target.limit_bytes
 
     def _lightest_that_fits(self, plain: Trial, checkpointed: Trial) -> Trial:
         """The rows that fit with checkpointing, with as few checkpointed blocks as they need. A plan that may not look at
@@ -362,9 +377,19 @@ class Search:
         none and all. Each block is taken to save as much as any other."""
         if not (plain.survey.probes and checkpointed.survey.probes):
             return None
-        off, on = (trial.survey.predicted(rows) for trial in (plain, checkpointed))
+        wanted = [(rows, self.shape, CHALLENGE_AT * self.target.budget_bytes)]
+        if self.holds_longest(checkpointed):
+            wanted.append((1, self.longest, CHALLENGE_AT * self.target.limit_bytes))
+
+        def fit(share: float) -> bool:
+            for count, shape, most in wanted:
+                off, on = (trial.survey.predicted(count, shape) for trial in (plain, checkpointed))
+                if off + share * (on - off) > most:
+                    return False
+            return True
+
         for between in self.lever.between:
-            if off + self.lever.share(between) * (on - off) <= CHALLENGE_AT * self.target.budget_bytes:
+            if fit(self.lever.share(between)):
                 return replace(plain.setting, checkpointing=between)
         return None
 
@@ -474,6 +499,8 @@ class Search:
         def compares(trial: Trial) -> bool:
             searched = trial.largest > 0 or self.options.micro_batch != "auto"
             if trial.speed is None or not searched or not self._allows(trial.setting):
+                return False
+            if self.holds_longest(chosen) and not self.holds_longest(trial):
                 return False
             alike = self.rows is None or trial.data_rows_per_s or trial.setting.layout == chosen.setting.layout
             return bool(alike) and (trial.speed.chosen.accumulation <= most or not self.few_splits)

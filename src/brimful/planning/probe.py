@@ -72,7 +72,7 @@ class Prober:
         """What stays allocated between steps: weights, buffers, optimizer state and, on CUDA, library workspaces."""
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in context.model.parameters() if p.requires_grad)
         self.token_bytes = 0.0
-        """What a token of a micro-batch takes, as far as a few of them tell; 0 on a device that does not count peaks."""
+        """What a token of a micro-batch takes, as far as a few of them tell; 0 until `learn_token_bytes` was called."""
         self._progress = progress
 
     def show(self, phrase: str) -> None:
@@ -146,12 +146,15 @@ class Prober:
         """Time of what happens once per step: scaling the gradients, the optimizer, dropping the gradients."""
         with _disable_current_modes():
             if has_peak_statistics(self.context.device):
-                more, few = (self._peaks(count, shape) for count in (2 * rows, rows))
-                grown = max(peak - few.get(phase, 0) for phase, peak in more.items())
-                self.token_bytes = max(0, grown) / (rows * max(1, sum(shape)))
+                self.learn_token_bytes(rows, shape)
             else:
                 self.context.run_micro_batch(self.batch(rows, shape), rows)
             return self._clock(lambda: self.context.finish(1.0))
+
+    def learn_token_bytes(self, rows: int, shape: Shape) -> None:
+        more, few = (self._peaks(count, shape) for count in (2 * rows, rows))
+        grown = max(peak - few.get(phase, 0) for phase, peak in more.items())
+        self.token_bytes = max(0, grown) / (rows * max(1, sum(shape)))
 
     def _peaks(self, rows: int, shape: Shape) -> dict[str, int]:
         """Of a micro-batch without gradients of an earlier one, by phase: so few tokens take less than the gradients, which set the

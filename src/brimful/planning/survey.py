@@ -128,9 +128,21 @@ class Survey:
                 self._measure_if_accepted(rows, shape, mode)
         if not self._probes:
             self.measure(self.least, self._shorter(4))
-        if self._probes and not self._at_worst() and self.predicted(self.least) <= self._limit:
-            self.measure(self.least, self.worst)
+        if not self._at_worst():
+            self._approach_worst()
         self._explored = True
+
+    def _approach_worst(self) -> None:
+        """The fewest rows of the worst shape, which the ladder did not dare: by way of shorter ones, since a model of two short shapes
+        was 50 % too high for one four times as long. Where a limit is simulated the row is measured in any case."""
+        for divisor in (4, 2, 1):
+            shape = self.worst if divisor == 1 else self._shorter(divisor)
+            if shape != self.worst and (self.shape_note or (self.least, shape) in self._failed):
+                continue
+            if self._probes and self.predicted(self.least, shape) <= self._limit:
+                self._measure_if_accepted(self.least, shape, "later")
+        if self._probes and not self._at_worst() and not self._counts_peaks:
+            self._measure_over_limit(self.least)
 
     def explore_near(self, rows: int) -> None:
         """Two probes at sizes that fitted without checkpointing, enough to predict how far this one goes.

@@ -19,7 +19,7 @@ from brimful.errors import InexactSplit, TaskError, UnsupportedModel, kind_of
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.oom import OutOfMemory, attempt
 from brimful.memory.snapshot import RandomState
-from brimful.planning.exactness import Exactness, NothingCounted, check_exactness
+from brimful.planning.exactness import Exactness, NothingCounted, batch_norm_reason, check_exactness
 from brimful.planning.plan import Plan
 from brimful.step.distributed import Share
 from brimful.step.result import Events
@@ -177,26 +177,56 @@ class SplitCheck:
         self._context, self._events, self._allow_inexact = context, events, allow_inexact
         self._tries_left = 0 if checked else SPLIT_CHECK_TRIES
         self._exactness: Exactness | None = None
-        self._noted = False
+        """What is known so far; None if nothing is, or if a plan knows it."""
+        self._noted = ""
+        """The last reason that was noted for a split."""
 
     def examine(self, step: int, share: Share) -> None:
         """Compare a few rows of this step with their halves, unless that is done."""
         rows = max(share.rows.groups or [share.indices], key=len)
         if self._tries_left == 0 or len(rows) < 2:
             return
-        random_state = RandomState(self._context.device)
         try:
-            checked = attempt(lambda: self._compare(share, rows), self._context.device)
-        except NothingCounted:
-            return  # the next step's rows may count something
-        finally:
-            random_state.restore()
+            checked = self._attempt(share, rows)
+        except NothingCounted:  # the next step's rows may count something
+            self._exactness = self._exactness or _unknown("the labels of the rows to compare are all masked")
+            return
         if isinstance(checked, OutOfMemory):
             self._tries_left -= 1
-            self._events.add("note", step, "memory ran out while checking whether a step may be split")
+            if self._exactness is None:
+                self._compare_losses(step, share, rows)
             return
         exactness, conclusive = checked
         self._tries_left = 0 if conclusive or not exactness.exact else self._tries_left - 1
+        self._report(step, exactness)
+
+    def _compare_losses(self, step: int, share: Share, rows: list[int]) -> None:
+        """Without gradients, where memory ran out with them. A loss that compares rows shows here too."""
+        note = "memory ran out while checking whether a step may be split"
+        try:
+            checked = self._attempt(share, rows, gradients=False)
+        except NothingCounted:
+            raise
+        except Exception:  # a loss that computes gradients of its own cannot be run without
+            checked = OutOfMemory("")
+        if isinstance(checked, OutOfMemory):
+            problem = "memory ran out while a few rows were compared with their two halves"
+            self._exactness = _unknown(batch_norm_reason(self._context.model) or problem)
+            self._events.add("note", step, note)
+            return
+        self._events.add("note", step, f"{note}, so only losses were compared and no gradients")
+        self._report(step, checked[0])
+
+    def _attempt(
+        self, share: Share, rows: list[int], *, gradients: bool = True
+    ) -> tuple[Exactness, bool] | OutOfMemory:
+        random_state = RandomState(self._context.device)
+        try:
+            return attempt(lambda: self._compare(share, rows, gradients), self._context.device)
+        finally:
+            random_state.restore()
+
+    def _report(self, step: int, exactness: Exactness) -> None:
         self._exactness = exactness
         if exactness.unequal_rows:
             fix = "return brimful.Loss(sum, count), or the whole output of a Hugging Face model, for the exact mean"
@@ -211,31 +241,34 @@ class SplitCheck:
                 "note", step, f"{exactness.reason}; this does not matter while a step is not split", warn=True
             )
 
-    def _compare(self, share: Share, rows: list[int]) -> tuple[Exactness, bool]:
+    def _compare(self, share: Share, rows: list[int], gradients: bool) -> tuple[Exactness, bool]:
         """The second is whether these rows would show a count that is not what the mean runs over."""
         groups, conclusive = _rows_to_compare(share, rows)
         for group in groups:
-            exactness = _compare_with_halves(self._context, share, group)
+            exactness = _compare_with_halves(self._context, share, group, gradients)
             if not exactness.exact or exactness.unequal_rows:
                 break
         return exactness, conclusive
 
     def before_split(self, step: int, parts: int) -> None:
         """A step is about to run in this many parts, on this rank or on several. Refuses a loss that compares rows."""
-        if parts < 2 or self._noted or self._exactness is None:
+        if parts < 2 or self._exactness is None or self._noted == self._exactness.reason:
             return
-        if self._exactness.random:
-            self._noted = True
-            self._events.add("note", step, f"a split step is the same in distribution, since {self._exactness.reason}")
-        if self._exactness.exact:
-            return
-        if self._exactness.looks_across_rows and not self._allow_inexact:
+        exactness = self._exactness
+        if exactness.looks_across_rows and not self._allow_inexact:
             raise InexactSplit(
-                f"step {step} has to be split into {parts}, but {self._exactness.reason}. "
-                f"Try: {self._exactness.remedy}more memory so that it runs whole, or allow_inexact=True."
+                f"step {step} has to be split into {parts}, but {exactness.reason}. "
+                f"Try: {exactness.remedy}more memory so that it runs whole, or allow_inexact=True."
             )
-        self._noted = True
-        self._events.add("note", step, f"the step is split although {self._exactness.reason}", warn=True, inexact=True)
+        self._noted = exactness.reason
+        if exactness.random:
+            self._events.add("note", step, f"a split step is the same in distribution, since {exactness.reason}")
+        if not exactness.exact:
+            self._events.add("note", step, f"the step is split although {exactness.reason}", warn=True, inexact=True)
+
+
+def _unknown(reason: str) -> Exactness:
+    return Exactness(comparable=False, reason=reason)
 
 
 def _rows_to_compare(share: Share, rows: list[int]) -> tuple[list[list[int]], bool]:
@@ -277,15 +310,15 @@ def _spread(items: Sequence[int], count: int) -> list[int]:
     return [items[place * (len(items) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def _compare_with_halves(context: StepContext, share: Share, rows: list[int]) -> Exactness:
+def _compare_with_halves(context: StepContext, share: Share, rows: list[int], gradients: bool) -> Exactness:
     whole, half = share.rows.batch(rows), len(rows) // 2
     if not share.rows.collates:
-        return check_exactness(context, whole)
+        return check_exactness(context, whole, gradients=gradients)
     again = tensors_of(share.rows.batch(rows))
     if not all(torch.equal(one, other) for one, other in zip(tensors_of(whole), again, strict=True)):
-        return check_exactness(context, whole)
+        return check_exactness(context, whole, gradients=gradients)
     halves = [share.rows.batch(rows[:half]), share.rows.batch(rows[half:])]
-    return check_exactness(context, whole, halves, name=f"{len(rows)} rows")
+    return check_exactness(context, whole, halves, name=f"{len(rows)} rows", gradients=gradients)
 
 
 class ShapeCounter:

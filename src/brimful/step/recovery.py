@@ -237,20 +237,24 @@ class Recovery:
         """The smallest micro-batch there is: try again, then set it aside or stop."""
         rows = tuple(batch.rows)
         name = f"row {rows[0]}" if len(rows) == 1 else f"rows {' and '.join(map(str, rows))}"
+        predicted = self.limit.predicted_bytes(len(rows), batch.shape, whole=batch.whole)
         state.single_row_failures[rows] += 1
-        if state.single_row_failures[rows] < SINGLE_ROW_TRIES:
+        if state.single_row_failures[rows] < SINGLE_ROW_TRIES and not self.limit.is_over(predicted):
             return f"{name} cannot be split, trying the step again"
-        if self.limit.cost(len(rows), batch.shape) <= state.largest_cost:
+        skipped = self._skip_oversized and predicted is not None and room is not None and predicted > room
+        if self.limit.cost(len(rows), batch.shape) <= state.largest_cost and not skipped:
             state.stop = DoesNotFit(
                 f"{name} of step {state.step} ran out of memory because the gradients of earlier rows take up part of it"
                 f"{self._room_text(room, error)}. Try: {self._remedies(rows=False)}.",
                 needed_bytes=(room or 0) + 1,
             )
             return "the run stops"
-        predicted = self.limit.predicted_bytes(len(rows), batch.shape)
         shape = padded_shape([state.share.rows.shapes[row] for row in rows])  # without what fills a packed sequence
         lengths = f" (lengths {'+'.join(map(str, shape))})" if shape else ""
-        needs = f"needs about {show_bytes(predicted)} (predicted)" if predicted else "does not fit"
+        if len(rows) == 1:
+            needs = f"needs about {show_bytes(predicted)} (predicted)" if predicted else "does not fit"
+        else:
+            needs = f"need about {show_bytes(predicted)} (predicted)" if predicted else "do not fit"
         problem = f"{name} of step {state.step}{lengths} cannot be split and {needs}{self._room_text(room, error)}"
         if self._skip_oversized:
             state.rows = [row for row in state.rows if row not in rows]
@@ -468,6 +472,10 @@ class MicroBatchLimit:
         if predicted_bytes is None or available_bytes is None:
             return False
         return predicted_bytes <= self.fill * available_bytes
+
+    def is_over(self, predicted_bytes: int | None) -> bool:
+        """Whether so much is more than the plan had, so that a moment without other users of the device would not help."""
+        return predicted_bytes is not None and predicted_bytes > self.budget / self.fill
 
     def predicted_bytes(self, rows: int, shape: Shape, *, whole: bool = False) -> int | None:
         return None if self.model is None else round(self._factor * self.model.cost_bytes(rows, shape, whole=whole))

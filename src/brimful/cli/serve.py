@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-
 from brimful.cli.flags import Device, Fill, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show, with_flags
 from brimful.languages import tr, translate

@@ -1,6 +1,7 @@
 """A card is found however its name is written."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,15 @@ def test_an_unknown_or_ambiguous_name_lists_near_matches(written, near):
 def test_a_name_like_no_other_says_where_all_are_listed():
     with pytest.raises(BadOption, match='gpu="all"'):
         find_card("£££")
+
+
+def test_the_gpu_of_this_machine_has_its_own_multiprocessors(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    properties = SimpleNamespace(
+        name="NVIDIA L4", total_memory=22 * GiB, major=8, minor=9, multi_processor_count=58, max_threads_per_multi_processor=1536
+    )  # fmt: skip
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    assert find_card(None).processors == (58, 1536) == find_card("L4").processors
 
 
 def test_memory_without_a_card_is_all_for_torch():

@@ -37,7 +37,13 @@ def test_every_card_is_found_by_its_own_name():
 
 @pytest.mark.parametrize(
     ("written", "near"),
-    [("RTX 4099", "RTX 4090"), ("H300", "H200"), ("A100", "A100 40GB, A100 80GB"), ("V100", "V100 16GB")],
+    [
+        ("RTX 4099", "RTX 4090"),
+        ("H300", "H200"),
+        ("A100", "A100 40GB, A100 80GB"),
+        ("V100", "V100 16GB"),
+        ("RTX 5060", "RTX 5060 Ti 16GB"),
+    ],
 )
 def test_an_unknown_or_ambiguous_name_lists_near_matches(written, near):
     with pytest.raises(BadOption, match="Try:") as caught:

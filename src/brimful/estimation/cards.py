@@ -25,6 +25,8 @@ SINCE_FLASH = (8, 0)
 LEAST_BYTES = 1 * MiB
 """Less memory than this is a missing unit."""
 UNNAMED = "a card"
+OTHER_MODEL = re.compile("ti|super|laptop|d$")
+"""What is behind the name of one model in that of another: an RTX 5060 is no RTX 5060 Ti."""
 NEAR = 5
 USUAL = "RTX 4090"
 """The card that is looked at closely where all are compared."""
@@ -179,7 +181,7 @@ def find_card(name: str | None, memory: int | str | None = None) -> Card:
     if sized:  # `H100 80GB`, of which there is one
         return sized[0]
     similar = [card for own, card in by_key.items() if key and key in own]
-    if len(similar) == 1:
+    if len(similar) == 1 and not OTHER_MODEL.match(_key(similar[0].name).partition(key)[2]):
         return similar[0]
     close = difflib.get_close_matches(key, by_key, n=NEAR, cutoff=0.4)
     near = [card.name for card in similar] or [by_key[own].name for own in close]
@@ -188,7 +190,7 @@ def find_card(name: str | None, memory: int | str | None = None) -> Card:
         if near
         else 'gpu="all", which lists every card that is known, or memory='
     )
-    raise BadOption(f"gpu={name!r} {'is not one card' if similar else 'is unknown'}. Try: {advice}.")
+    raise BadOption(f"gpu={name!r} {'is not one card' if len(similar) > 1 else 'is unknown'}. Try: {advice}.")
 
 
 def _key(name: str) -> str:

@@ -286,11 +286,8 @@ class Pretrain(Task):
 
     def memory_options(self) -> Sequence[Mapping[str, Any]]:
         """Parts to freeze. Of a saved model also adapters, and 4 bits below them."""
-        if self.adapter is not None:
-            return ()
-        found: list[dict[str, Any]] = []
-        if self.lora is None:
-            found += [{"freeze": part} for part in self.family.parts if part != self.freeze]
+        parts = [] if self._adapts else [part for part in self.family.parts if part != self.freeze]
+        found: list[dict[str, Any]] = [{"freeze": part} for part in parts]
         if self.source is not None and find_spec("peft"):
             lora = {} if self._adapts else {"lora": f"r={ADAPTER_RANK}", "freeze": None}
             found += [lora] if lora else []

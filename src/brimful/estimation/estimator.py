@@ -115,7 +115,8 @@ class Estimate:
     not_offered: tuple[str, ...]
     """Levers that this task does not have, and why. Empty where levers were not compared."""
     kernels: tuple[Fit, ...]
-    """The same setting with other kernels than those of the card, or without a chunked loss. No option does that."""
+    """The same setting with other kernels than those of the card, or without a chunked loss. No option does that. Empty if not
+    one row fits."""
     cards: tuple[CardFit, ...]
     """The same setting on other cards."""
     assumptions: tuple[str, ...]
@@ -349,7 +350,7 @@ class _Estimator:
             lengths=tuple(self._by_length(memory, shape)),
             levers=tuple(self._other_settings(memory, shape, alternatives)) if levers else (),
             not_offered=tuple(self._not_offered(memory, alternatives)) if levers else (),
-            kernels=tuple(self._other_kernels(memory, shape)) if levers else (),
+            kernels=tuple(self._other_kernels(memory, shape)) if levers and fit.largest else (),
             cards=tuple(self._on_all_cards(memory, shape)) if every_card else (),
             assumptions=tuple(self.assumptions),
             basis="cuda" if request.device.type == "cuda" else "cpu",

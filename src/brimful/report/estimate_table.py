@@ -31,6 +31,7 @@ def estimate_table(estimate: Estimate) -> RenderableType:
     parts: list[RenderableType] = [
         WrappedText(translate(estimate.headline), style="bold" if estimate.fits else "bold yellow"),
         _bar(estimate),
+        *_remedies(estimate),
         Text(),
         _facts(estimate),
         Text(),
@@ -66,6 +67,13 @@ def _bar(estimate: Estimate) -> Text:
         limit=show_bytes(estimate.limit_bytes),
     )
     return Text.assemble((bar, style), f" {taken}", (f"{used:.0%} {translate(zone(used))}", style))
+
+
+def _remedies(estimate: Estimate) -> Iterable[RenderableType]:
+    """Single levers with which rows would fit, where none fits."""
+    options = [] if estimate.fit.largest else [_flag(one.change) for one in estimate.levers if one.largest]
+    if options:
+        yield WrappedText(tr("would fit with: {options}", options=", or ".join(options)))
 
 
 def _facts(estimate: Estimate) -> Table:

@@ -170,7 +170,9 @@ class Bench:
         result.trace_s, start = time.perf_counter() - start, time.perf_counter()
         for rows in case.rows:
             for expandable in (True, False):
-                peaks = memory.peaks(rows, case.shape, cublas_bytes=self.card.cublas_bytes, expandable=expandable)
+                peaks = memory.peaks(
+                    rows, case.shape, cublas_bytes=self.card.cublas_bytes, processors=self.card.processors, expandable=expandable
+                )  # fmt: skip
                 predicted = {"predicted_allocated": peaks.allocated_bytes, "predicted_reserved": peaks.reserved_bytes}
                 result.rows.append(Row(case=case.name, rows=rows, expandable=expandable, **predicted))
         result.predict_s = (time.perf_counter() - start) / len(case.rows)
@@ -184,9 +186,11 @@ class Bench:
         """As an estimate with the default `fill` of 0.85 does."""
         memory.step_rows, kept = min(MOST_ROWS, MANY), memory.step_rows
         try:
+            budget = 0.85 * self.limit
             return memory.largest(
-                case.shape, lambda peaks: peaks.reserved_bytes <= 0.85 * self.limit, cublas_bytes=self.card.cublas_bytes
-            )
+                case.shape, budget, lambda peaks: peaks.reserved_bytes <= budget, cublas_bytes=self.card.cublas_bytes,
+                processors=self.card.processors,
+            )  # fmt: skip
         finally:
             memory.step_rows = kept
 

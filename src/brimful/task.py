@@ -247,6 +247,11 @@ class Task:
         gradients and optimizer state. Nothing is changed by itself."""
         return ()
 
+    def memory_options(self) -> "Sequence[Mapping[str, Any]]":
+        """Other values of the task's options that change what a step takes, such as a part that is frozen. `estimate` compares
+        them. Optional."""
+        return ()
+
     def remarks(self, rows: Dataset) -> "Sequence[tuple[str, Any, Any, str]]":
         """Choices about model and data to show in the plan: name, requested, effective, reason."""
         return ()

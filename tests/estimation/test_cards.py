@@ -1,6 +1,7 @@
 """A card is found however its name is written."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,13 @@ def test_every_card_is_found_by_its_own_name():
 
 @pytest.mark.parametrize(
     ("written", "near"),
-    [("RTX 4099", "RTX 4090"), ("H300", "H200"), ("A100", "A100 40GB, A100 80GB"), ("V100", "V100 16GB")],
+    [
+        ("RTX 4099", "RTX 4090"),
+        ("H300", "H200"),
+        ("A100", "A100 40GB, A100 80GB"),
+        ("V100", "V100 16GB"),
+        ("RTX 5060", "RTX 5060 Ti 16GB"),
+    ],
 )
 def test_an_unknown_or_ambiguous_name_lists_near_matches(written, near):
     with pytest.raises(BadOption, match="Try:") as caught:
@@ -47,6 +54,15 @@ def test_an_unknown_or_ambiguous_name_lists_near_matches(written, near):
 def test_a_name_like_no_other_says_where_all_are_listed():
     with pytest.raises(BadOption, match='gpu="all"'):
         find_card("£££")
+
+
+def test_the_gpu_of_this_machine_has_its_own_multiprocessors(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    properties = SimpleNamespace(
+        name="NVIDIA L4", total_memory=22 * GiB, major=8, minor=9, multi_processor_count=58, max_threads_per_multi_processor=1536
+    )  # fmt: skip
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+    assert find_card(None).processors == (58, 1536) == find_card("L4").processors
 
 
 def test_memory_without_a_card_is_all_for_torch():

@@ -1,18 +1,21 @@
 """`brimful.estimate`: what fits a card, what it assumes, and what it refuses."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 import brimful
 from brimful.errors import BadOption, TaskError
 from brimful.estimation import estimator
+from brimful.estimation.accuracy import ERRORS
 from brimful.estimation.cards import all_cards, find_card
-from brimful.estimation.estimator import ERRORS
 from brimful.estimation.fake_cuda import load_shim
+from brimful.tasks.language import LanguageOptions, Pretrain
 from brimful.units import GiB, MiB
 from tests.planning.small import Tagger, Texts
 
@@ -144,6 +147,78 @@ def test_alternatives_are_compared():
     result = estimate(levers=True, checkpointing="off", alternatives={"optimizer=sgd": Plain()})
     (other,) = [fit for fit in result.levers if fit.change == "optimizer=sgd"]
     assert other.one_row.reserved_bytes < result.fit.one_row.reserved_bytes - WEIGHTS
+
+
+class Freezes(Wide):
+    """A task with an option that freezes all layers but the last."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        freeze: bool = False
+
+    def model(self):
+        model = super().model()
+        for layer in model[:-1] if self.options.freeze else []:
+            layer.requires_grad_(False)
+        return model
+
+    def memory_options(self):
+        return [{"freeze": True}]
+
+
+def test_options_of_the_task_that_change_its_memory_are_compared():
+    result = estimate(Freezes(), levers=True, checkpointing="off")
+    (other,) = [fit for fit in result.levers if fit.change == "freeze=True"]
+    assert other.one_row.allocated_bytes < result.fit.one_row.allocated_bytes - 2 * WEIGHTS
+    assert not any("frozen" in one for one in result.not_offered)
+
+
+def test_levers_that_the_task_does_not_have_are_named_with_the_reason():
+    text = "\n".join(estimate(levers=True, checkpointing="off").not_offered)
+    assert "chunked loss: the task has none" in text and "frozen parts: the task has no option for them" in text
+    partly = estimate(Freezes(Freezes.Options(freeze=True)), levers=True, checkpointing="off")
+    assert any(one.startswith("frozen parts: 75% of the weights are frozen") for one in partly.not_offered)
+    assert estimate().not_offered == estimate().kernels == ()
+
+
+def test_why_there_is_no_checkpointing_is_said():
+    class Single(Wide):
+        def model(self):
+            return nn.Linear(WIDTH, WIDTH)
+
+    assert any(
+        one.startswith("checkpointing: the model has no method") for one in estimate(Single(), levers=True).not_offered
+    )
+
+
+class Attention(Wide):
+    precision = "bf16"
+
+    def model(self):
+        return nn.Linear(64, 3 * 64)
+
+    def dummy(self, rows, shape):
+        return torch.zeros(rows, 512, 64)
+
+    def loss(self, model, batch):
+        parts = model(batch).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*parts).square().mean()
+
+
+def test_other_kernels_are_compared_with_those_of_the_card():
+    result = estimate(Attention(), levers=True, micro_batch=64, global_batch=64)
+    kernels = {fit.change: fit.one_row.allocated_bytes - result.fit.one_row.allocated_bytes for fit in result.kernels}
+    assert set(kernels) == {"memory-efficient attention", "plain attention", "foreach optimizer"}
+    scores = 4 * 512 * 512 * 4  # the matrix of scores in fp32, kept for the backward
+    assert kernels["plain attention"] > scores > kernels["memory-efficient attention"]
+
+
+def test_the_memory_of_all_logits_is_compared_where_a_loss_has_chunks():
+    result = estimate(Pretrain(LanguageOptions(model="causal-tiny")), levers=True, gpu="RTX 4090", memory=None)
+    changes = {fit.change: fit for fit in (*result.levers, *result.kernels)}
+    assert changes["all logits at once"].at_recommended.allocated_bytes > 2 * result.peak_allocated_bytes
+    assert changes["freeze=embeddings"].one_row.allocated_bytes < result.fit.one_row.allocated_bytes
+    assert not any("chunked" in one for one in result.not_offered)
 
 
 def test_a_lever_that_cannot_be_traced_is_left_out_and_said():
@@ -284,19 +359,6 @@ def test_the_json_has_the_names_that_scripts_rely_on():
 
 
 def test_the_assumptions_name_kernels_optimizer_and_workspaces():
-    class Attention(Wide):
-        precision = "bf16"
-
-        def model(self):
-            return nn.Linear(64, 3 * 64)
-
-        def dummy(self, rows, shape):
-            return torch.zeros(rows, 16, 64)
-
-        def loss(self, model, batch):
-            parts = model(batch).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(*parts).square().mean()
-
     text = "\n".join(estimate(Attention()).assumptions)
     assert "flash" in text and "AdamW, fused" in text and "65 MiB of workspaces" in text and "bfloat16" in text
 
@@ -314,7 +376,7 @@ def test_a_value_that_is_read_is_among_the_assumptions():
 def test_without_a_compiler_the_cpu_is_traced_with_a_larger_error(monkeypatch):
     monkeypatch.setattr(estimator, "load_shim", lambda: "there is no C++ compiler")
     result = estimate()
-    assert (result.basis, result.error) == ("cpu", ERRORS["cpu"])
+    assert result.basis == "cpu"
     assert "traced on fake CPU tensors, with a larger error, because there is no C++ compiler" in result.assumptions
     assert "14.0%" in str(result)
 
@@ -322,9 +384,130 @@ def test_without_a_compiler_the_cpu_is_traced_with_a_larger_error(monkeypatch):
 @pytest.mark.skipif(isinstance(load_shim(), str), reason="fake CUDA tensors are not possible")
 def test_both_devices_agree_where_no_kernel_differs(monkeypatch):
     on_cuda = estimate(micro_batch=512)
-    assert (on_cuda.basis, on_cuda.error) == ("cuda", ERRORS["cuda"])
+    assert on_cuda.basis == "cuda"
     monkeypatch.setattr(estimator, "load_shim", lambda: "there is no C++ compiler")
     assert estimate(micro_batch=512).peak_allocated_bytes == pytest.approx(on_cuda.peak_allocated_bytes, rel=0.03)
+
+
+class T5(Wide):
+    """Like the steps that were measured."""
+
+    worst_shape = (64,)
+    precision = "bf16"
+
+    def model(self):
+        return T5ForConditionalGeneration(
+            T5Config(d_model=32, d_ff=64, num_heads=2, d_kv=16, num_layers=1, vocab_size=64, decoder_start_token_id=0)
+        )
+
+    def dummy(self, rows, shape):
+        ids = torch.ones(rows, *shape, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    def loss(self, model, batch):
+        return model(**batch, use_cache=False)
+
+
+on_fake_cuda = pytest.mark.skipif(isinstance(load_shim(), str), reason="fake CUDA tensors are not possible")
+
+
+@on_fake_cuda
+def test_the_error_is_stated_for_steps_like_those_that_were_measured():
+    result = estimate(T5(), gpu="H200", memory=None, global_batch=8)
+    assert (result.error, result.never_compared) == (ERRORS["cuda"], ())
+    assert result.accuracy == "13 padded T5 steps on an H200 were predicted within 2.2%, and this step is like them"
+    assert estimate(T5(), gpu="T4", memory=None, global_batch=8).accuracy.endswith(
+        "on other cards nothing was compared"
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "unlike"),
+    [
+        (Wide, {"checkpointing": "off"}, ("the model (Sequential)", "fp32")),
+        (T5, {"precision": "fp16"}, ("fp16",)),
+        (T5, {"weights": "bf16"}, ("bf16 weights",)),
+        (T5, {"processes": 2}, ("several GPUs",)),
+        (T5, {"processes": 2, "sharding": "ddp"}, ("DDP",)),
+        (T5, {"processes": 2, "sharding": "fsdp"}, ("FSDP2",)),
+    ],
+)
+def test_what_was_never_compared_is_named_and_no_error_stated(task, options, unlike):
+    result = estimate(task(), gpu="H200", memory=None, global_batch=8, **options)
+    assert (result.error, result.never_compared) == (None, unlike)
+    assert all(one in str(result) for one in ("never compared with a GPU", *unlike))
+
+
+def test_packed_rows_adapters_and_other_optimizers_were_never_compared():
+    class Other(T5):
+        def model(self):
+            peft = pytest.importorskip("peft")
+            return peft.get_peft_model(super().model(), peft.LoraConfig(r=2, target_modules=["q"]))
+
+        def optimizer(self, model):
+            return torch.optim.SGD(model.parameters())
+
+    result = estimate(Other(), gpu="H200", memory=None, global_batch=8)
+    assert result.never_compared == ("adapters", "SGD")
+    packed = estimate(Pretrain(LanguageOptions(model="chatlm-tiny")), gpu="H200", memory=None, global_batch=8)
+    assert packed.never_compared == ("packed rows",)
+
+
+def test_assumed_values_have_no_stated_error():
+    class Reads(T5):
+        def loss(self, model, batch):
+            out = super().loss(model, batch)
+            return out if out.loss.item() else None
+
+    assert estimate(Reads(), gpu="H200", memory=None, global_batch=8).never_compared == ("assumed values",)
+
+
+def test_multiprocessors_are_those_of_the_card_or_said_to_be_of_another():
+    assert any(
+        "28 multiprocessors, as RTX 3060 has" in one for one in estimate(gpu="RTX 3060", memory=None).assumptions
+    )
+    assert any("as an H200 has, since the card is not known" in one for one in estimate().assumptions)
+
+
+def test_fewer_multiprocessors_take_less_for_the_parts_of_a_sum():
+    class Sums(Wide):
+        def model(self):
+            return nn.Linear(8, 4096)
+
+        def dummy(self, rows, shape):
+            return torch.zeros(rows, 8)
+
+        def loss(self, model, batch):
+            return model(batch).sum(0).square().mean()
+
+    small, large = (
+        estimate(Sums(), gpu=name, memory=None, micro_batch=4096, global_batch=4096).peak_allocated_bytes
+        for name in ("RTX 3060", "RTX 4090")
+    )
+    assert small < large
+
+
+def test_several_gpus_hold_what_they_exchange():
+    result = estimate(micro_batch=16, global_batch=64, processes=2, sharding="ddp")
+    assert result.kinds["exchange"] == pytest.approx(WEIGHTS, rel=0.01) and not estimate().kinds["exchange"]
+
+
+def test_a_loop_over_time_has_no_table_of_lengths_and_says_so():
+    class Recurrent(Wide):
+        worst_shape = (32,)
+
+        def model(self):
+            return nn.LSTM(16, 32, batch_first=True)
+
+        def dummy(self, rows, shape):
+            return torch.zeros(rows, *shape, 16)
+
+        def loss(self, model, batch):
+            return model(batch)[0].square().mean()
+
+    result = estimate(Recurrent(), global_batch=8)
+    assert not result.lengths and any("so there is no table of lengths" in one for one in result.assumptions)
+    assert any("recurrent layers by torch's own kernels" in one for one in result.assumptions)
 
 
 def test_a_failure_halfway_leaves_torch_as_it_was():

@@ -14,7 +14,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.integrations import sdpa_attention
 
 from brimful import Task
-from brimful.estimation.estimator import ERRORS
+from brimful.estimation.accuracy import ERRORS
 from brimful.estimation.fake_cuda import load_shim, replaced
 from brimful.estimation.step_memory import StepMemory
 from brimful.estimation.trace import TracedSetting

@@ -516,6 +516,115 @@ def test_an_operation_without_a_fake_implementation_is_named():
     assert "\n" not in str(caught.value)
 
 
+def test_a_loop_that_ends_by_a_value_is_refused_with_its_line():
+    class Loops(Plain):
+        def loss(self, model, batch):
+            out = model(batch)
+            while out.norm() > 0.5:
+                out = out * 0.5
+            return out.square().mean()
+
+    line = Loops.loss.__code__.co_firstlineno + 2
+    with pytest.raises(TaskError, match=rf"test_trace\.py:{line} reads values of tensors without an end.*Try: a loop"):
+        trace_step(Loops(), 2, (), setting())
+
+
+def test_an_operation_that_needs_values_is_refused_with_its_line():
+    class Unique(Plain):
+        def loss(self, model, batch):
+            out = model(batch)
+            return out[out.argmax(1).unique()].square().mean()
+
+    line = Unique.loss.__code__.co_firstlineno + 2
+    with pytest.raises(TaskError, match=rf"_unique2\S* at \S*test_trace\.py:{line} depends on the values of tensors"):
+        trace_step(Unique(), 2, (), setting())
+
+
+def test_a_kernel_that_takes_addresses_is_said_to_be_not_covered(recwarn):
+    class Own(Plain):
+        def loss(self, model, batch):
+            out = model(batch)
+            assert out.data_ptr() != batch.data_ptr()
+            return out.square().mean()
+
+    _, notes = trace_step(Own(), 2, (), setting())
+    assert any("kernel of your own allocates is not covered" in one for one in notes.assumptions)
+    assert not recwarn.list
+
+
+def test_a_triton_kernel_is_refused_by_that_name():
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def fill(pointer):
+        pass
+
+    class Own(Plain):
+        def loss(self, model, batch):
+            out = model(batch)
+            fill[(1,)](out)
+            return out.square().mean()
+
+    with pytest.raises(TaskError, match=r"a Triton kernel at \S*test_trace\.py:\d+ has no fake implementation"):
+        trace_step(Own(), 2, (), setting())
+
+
+def test_sparse_gradients_are_refused_by_that_name():
+    class Bag(Plain):
+        def model(self):
+            return nn.EmbeddingBag(100, 8, sparse=True)
+
+        def dummy(self, rows, shape):
+            return torch.zeros(rows, 4, dtype=torch.long)
+
+        def optimizer(self, model):
+            return torch.optim.SparseAdam(list(model.parameters()))
+
+    with pytest.raises(TaskError, match=r"sparse tensors are not covered.*Try: sparse=False"):
+        trace_step(Bag(), 2, (), setting())
+
+
+def test_a_compiled_model_is_traced_as_it_is_written(recwarn):
+    class Compiled(Layers):
+        def model(self):
+            return torch.compile(super().model())
+
+    (plain, _), (compiled, notes) = (trace_step(task, 2, (), setting()) for task in (Layers(), Compiled()))
+    assert notes.is_compiled and notes.model == "Sequential"
+    assert compiled.sizes.sum() == plain.sizes.sum()
+    assert not [one for one in recwarn if "hooks" in str(one.message)]
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
+def test_other_fused_optimizers_are_traced(make):
+    class Fused(Plain):
+        def optimizer(self, model):
+            return make(model.parameters(), lr=0.1, fused=True)
+
+    assert trace_step(Fused(), 2, (), setting())[1].optimizer.endswith(", fused")
+
+
+def test_the_optimizer_can_be_computed_the_other_way():
+    _, notes = trace_step(Plain(), 2, (), setting(optimizer="foreach"))
+    assert (notes.optimizer, notes.other_optimizer) == ("AdamW, foreach", "fused")
+
+
+class Uneven(Plain):
+    """Its order of operations depends on the rows."""
+
+    def loss(self, model, batch):
+        return sum(model(batch[row : row + 2]).square().mean() for row in range(0, len(batch), 2))
+
+
+def test_interpolated_peaks_are_divided_over_processes_too():
+    memory = StepMemory(Uneven(), setting(), (), lengths=False, step_rows=10**6, progress=lambda phrase: None)
+    one, eight = (memory.peaks(4, (), shards=shards).allocated_bytes for shards in (1, 8))
+    beside = memory.peaks(4, (), shards=8, phase_bytes=(("optimizer", 100 * WEIGHTS),)).phases["optimizer"]
+    assert memory.interpolates
+    assert one - eight == pytest.approx(1.03 * 7 / 8 * 4 * WEIGHTS, rel=0.1)  # weights, gradients and two states
+    assert beside - memory.peaks(4, (), shards=8).phases["optimizer"] == pytest.approx(103 * WEIGHTS, rel=0.01)
+
+
 def test_a_mistake_in_the_loss_names_its_line():
     class Wrong(Plain):
         def loss(self, model, batch):

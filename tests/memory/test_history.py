@@ -98,7 +98,7 @@ def test_a_small_step_peaks_where_gradients_and_activations_meet(symbolic):
 
 
 def test_kinds_add_up_to_the_peak(symbolic):
-    peaks = symbolic.peaks(128, (16,), accumulates=True, workspace_bytes=64 * MiB, reserved=False)
+    peaks = symbolic.peaks(128, (16,), accumulates=True, exchange_bytes=64 * MiB, reserved=False)
     assert sum(peaks.kinds.values()) == peaks.allocated_bytes
     assert peaks.kinds == {
         "parameters": 4 * MiB,
@@ -106,7 +106,7 @@ def test_kinds_add_up_to_the_peak(symbolic):
         "gradients": 4 * MiB,
         "activations": 4 * MiB,
         "loss": 64 * MiB,
-        "workspace": 64 * MiB,
+        "exchange": 64 * MiB,
     }
 
 

@@ -69,6 +69,22 @@ def test_an_estimate_that_does_not_fit_is_shown(estimate):
     assert "does not fit" in shown(replace(estimate, fit=nothing, fits=False))
 
 
+def test_what_would_make_it_fit_is_named_at_the_top(estimate):
+    nothing = replace(estimate.fit, largest=0, recommended=0, accumulation=0, at_recommended=None)
+    levers = tuple(replace(estimate.fit, change=change) for change in ("lora=r=16 load_in=4bit", "weights=bf16"))
+    text = shown(replace(estimate, fit=nothing, fits=False, levers=levers))
+    assert "would fit with: --lora r=16 --load-in 4bit, or --weights bf16" in text
+    assert "would fit with" not in shown(replace(estimate, levers=levers))
+
+
+def test_levers_that_are_not_offered_and_other_kernels_are_shown(estimate):
+    kernel = replace(estimate.fit, change="plain attention")
+    text = shown(
+        replace(estimate, levers=(kernel,), not_offered=("chunked loss: the task has none",), kernels=(kernel,))
+    )
+    assert "not offered: chunked loss: the task has none" in text and "plain attention" in text
+
+
 def test_memory_without_a_card_has_no_line_about_a_card():
     result = brimful.estimate(Wide(), memory="8GiB", levers=False, quiet=True)
     assert "a card with 8 GiB" in shown(result) and "of which the CUDA context" not in shown(result)

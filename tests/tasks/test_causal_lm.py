@@ -225,6 +225,14 @@ def test_what_would_fit_is_named_where_a_model_does_not(causal):
     assert not Sft(SftOptions(model="causal-tiny")).alternatives()
 
 
+def test_an_estimate_compares_parts_to_freeze_and_of_a_saved_model_adapters(causal):
+    pytest.importorskip("bitsandbytes")
+    lora = {"lora": "r=16", "freeze": None}
+    assert sft(causal).memory_options() == [{"freeze": "embeddings"}, lora, {**lora, "load_in": "4bit"}]
+    assert Sft(SftOptions(model="causal-tiny")).memory_options() == [{"freeze": "embeddings"}]
+    assert sft(causal, lora="r=4").memory_options() == [{"load_in": "4bit"}]
+
+
 def test_of_an_adapter_a_base_of_4_bits_would_fit(adapter):
     assert [way for way, _ in Sft(SftOptions(model=str(adapter))).alternatives()] == ["load_in='4bit'"]
 

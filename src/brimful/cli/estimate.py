@@ -67,7 +67,7 @@ def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., N
         sharding
             What several GPUs hold: none is Brimful's own exchange of gradients, ddp torch's, fsdp FSDP2.
         levers
-            Also compare checkpointing, layouts, precisions and optimizers. Each takes a few seconds.
+            Also compare checkpointing, layouts, precisions, frozen parts, optimizers and kernels. Each takes a few seconds.
         config
             A TOML file with any options of plan and train. Flags win over it.
         json

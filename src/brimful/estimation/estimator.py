@@ -6,7 +6,8 @@
                           card: memory, context, kernels ─► peaks ─► the largest micro-batch, the recommended one
 
 Nothing runs on a GPU and nothing is measured: every figure is a prediction. Against an H200, T5 of 188 M parameters: allocated bytes
-within 0.4 %, reserved bytes within 2.2 % in 13 of 13 cases, measured with torch 2.11 and transformers 5.17 (`tests/estimation`).
+within 0.4 %, reserved bytes within 2.2 % in 13 of 13 cases, measured with torch 2.11 and transformers 5.17 (`tests/estimation`). An
+estimate says whether a step like its own is among those (`accuracy`).
 """
 
 import copy
@@ -20,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from brimful.errors import BadOption, TaskError, kind_of
+from brimful.estimation.accuracy import COMPARED_CARD, ERRORS, STEPS, never_compared
 from brimful.estimation.cards import Card, all_cards, find_card
 from brimful.estimation.fake_cuda import load_shim, replaced
 from brimful.estimation.step_memory import StepMemory
@@ -38,8 +40,6 @@ from brimful.units import MiB, parse_bytes, show_bytes, show_rows
 Sharding = Literal["none", "ddp", "fsdp"]
 BUCKET_BYTES = 32 * MiB
 """Of Brimful's own processes: two such buckets for each dtype of the gradients."""
-ERRORS = {"cuda": 0.035, "cpu": 0.14}
-"""The largest relative error seen against measurements, by the device that was faked."""
 LENGTHS = (1.0, 0.75, 0.5, 0.25)
 """Shares of the longest row in the table of lengths."""
 NAMED_BLOCKS = 5
@@ -62,7 +62,7 @@ class Fit:
     setting: str
     """`packed bf16`, `padded bf16 checkpointed`."""
     change: str
-    """How it differs from what was asked for, as an option; empty if it does not."""
+    """How it differs from what was asked for, as options, or in words where no option does that; empty if it does not."""
     shape: Shape
     largest: int
     """The most rows of a micro-batch that fit at all, 0 if not one does."""
@@ -112,13 +112,20 @@ class Estimate:
     """The same setting for shorter rows."""
     levers: tuple[Fit, ...]
     """Other settings at the same length."""
+    not_offered: tuple[str, ...]
+    """Levers that this task does not have, and why. Empty where levers were not compared."""
+    kernels: tuple[Fit, ...]
+    """The same setting with other kernels than those of the card, or without a chunked loss. No option does that. Empty if not
+    one row fits."""
     cards: tuple[CardFit, ...]
     """The same setting on other cards."""
     assumptions: tuple[str, ...]
     basis: Literal["cuda", "cpu"]
     """The device that was faked."""
-    error: float
-    """The largest relative error to expect."""
+    error: float | None
+    """The largest relative error seen in steps like this one. None: none of them was compared with a GPU."""
+    never_compared: tuple[str, ...]
+    """What sets this step apart from those that were compared."""
     estimate_s: float
 
     @property
@@ -136,6 +143,17 @@ class Estimate:
     @property
     def peak_reserved_bytes(self) -> int:
         return self.size.reserved_bytes
+
+    @property
+    def accuracy(self) -> str:
+        """What is known of the error of these figures."""
+        seen = f"{STEPS} padded T5 steps on an {COMPARED_CARD} were predicted within {ERRORS[self.basis]:.1%}"
+        if self.error is None:
+            return (
+                f"unknown, because some of this was never compared with a GPU: {', '.join(self.never_compared)}; {seen}"
+            )
+        other = "" if COMPARED_CARD in self.card.name else "; on other cards nothing was compared"
+        return f"{seen}, and this step is like them{other}"
 
     @property
     def headline(self) -> str:
@@ -167,7 +185,7 @@ class Estimate:
 
     def __str__(self) -> str:
         peak = f"{show_bytes(self.peak_allocated_bytes)} allocated, {show_bytes(self.peak_reserved_bytes)} reserved"
-        return f"{self.headline}. Predicted peak of {show_rows(self.size.rows)}: {peak} (largest error seen so far: {self.error:.1%})."
+        return f"{self.headline}. Predicted peak of {show_rows(self.size.rows)}: {peak}. Error: {self.accuracy}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +260,9 @@ def estimate(
         weights: The dtype of the weights, "fp32" or "bf16". Default: as the task makes them.
         processes: GPUs that share the global batch.
         sharding: What several GPUs hold: "none" is Brimful's own exchange of gradients, "ddp" torch's, "fsdp" FSDP2.
-        levers: Whether to compare other settings as well. Each takes two or three traces.
-        alternatives: Other tasks to compare, by the option that leads to them, such as one with another optimizer.
+        levers: Whether to compare other settings and kernels as well. Each takes two or three traces.
+        alternatives: Other tasks to compare, by the option that leads to them, such as one with another optimizer. Those of
+            `task.memory_options` are compared without being named here.
         quiet: Show no progress.
         progress: Called with a phrase before each trace.
 
@@ -277,7 +296,8 @@ def estimate(
             task=with_dummy(_for_card(task, card, precision), rows), options=options, rows=rows, device=device, sharding=sharding,
             progress=status,
         )  # fmt: skip
-        others = {change: _for_card(one, card, precision) for change, one in (alternatives or {}).items()}
+        own = {_option(values): _with_options(task, values) for values in task.memory_options()} if levers else {}
+        others = {change: _for_card(one, card, precision) for change, one in {**own, **(alternatives or {})}.items()}
         result = _Estimator(request, card, memory).run(levers, others, every_card=gpu == "all")
     return replace(result, estimate_s=time.perf_counter() - started)
 
@@ -308,6 +328,10 @@ class _Estimator:
         peaks = self._peaks(memory, rows, shape, largest=NAMED_BLOCKS)
         within = self._peaks(memory, rows, shape, limit_bytes=self.limit_bytes).fits
         native = self._peaks(memory, rows, shape, expandable=False)
+        unlike = never_compared(
+            memory.notes, memory.setting, interpolates=memory.interpolates,
+            exchange=request.sharding if request.options.processes > 1 else None,
+        )  # fmt: skip
         return Estimate(
             task=request.task.name,
             card=self.card,
@@ -325,10 +349,13 @@ class _Estimator:
             reserved_native_bytes=native.reserved_bytes,
             lengths=tuple(self._by_length(memory, shape)),
             levers=tuple(self._other_settings(memory, shape, alternatives)) if levers else (),
+            not_offered=tuple(self._not_offered(memory, alternatives)) if levers else (),
+            kernels=tuple(self._other_kernels(memory, shape)) if levers and fit.largest else (),
             cards=tuple(self._on_all_cards(memory, shape)) if every_card else (),
             assumptions=tuple(self.assumptions),
             basis="cuda" if request.device.type == "cuda" else "cpu",
-            error=ERRORS[request.device.type] * (2 if memory.interpolates else 1),
+            error=None if unlike else ERRORS[request.device.type],
+            never_compared=unlike,
             estimate_s=0.0,
         )
 
@@ -393,21 +420,22 @@ class _Estimator:
 
     def _beside(self, notes: TraceNotes, card: Card) -> dict[str, Any]:
         """What is allocated beside the step, and over how many processes the state is divided."""
-        processes, own = self.request.options.processes, {"cublas_bytes": card.cublas_bytes}
+        processes = self.request.options.processes
+        own = {"cublas_bytes": card.cublas_bytes, "processors": card.processors}
         if processes == 1:
             return own
         if self.request.sharding == "none":
-            return {**own, "extra_bytes": 2 * min(BUCKET_BYTES, notes.trained_bytes)}
+            return {**own, "exchange_bytes": 2 * min(BUCKET_BYTES, notes.trained_bytes)}
         if self.request.sharding == "ddp":
-            return {**own, "extra_bytes": notes.trained_bytes}
+            return {**own, "exchange_bytes": notes.trained_bytes}
         return {**own, "phase_bytes": fsdp_phase_bytes(notes, processes), "shards": processes}
 
     def _fit(self, memory: StepMemory, shape: Shape, change: str = "", card: Card | None = None) -> Fit:
         limit = self.limit_bytes if card is None else card.limit_bytes
         beside = self._beside(memory.notes, card or self.card)
         budget, step_rows = self.request.options.fill * limit, self.request.step_rows
-        largest = memory.largest(shape, lambda peaks: peaks.fits, limit_bytes=limit, **beside)
-        within = min(largest, memory.largest(shape, lambda peaks: peaks.reserved_bytes <= budget, **beside))
+        largest = memory.largest(shape, limit, lambda peaks: peaks.fits, limit_bytes=limit, **beside)
+        within = min(largest, memory.largest(shape, budget, lambda peaks: peaks.reserved_bytes <= budget, **beside))
         accumulation = math.ceil(step_rows / within) if within else 0
         recommended = math.ceil(step_rows / accumulation) if accumulation else 0
         return Fit(
@@ -453,11 +481,38 @@ class _Estimator:
         changes += [
             (change, with_dummy(other, self.request.rows), base, shape) for change, other in alternatives.items()
         ]
-        for change, other_task, setting, lengths in changes:
+        yield from self._compared(changes, memory)
+
+    def _other_kernels(self, memory: StepMemory, shape: Shape) -> Iterable[Fit]:
+        """What the card, torch or Brimful chooses without being asked, chosen otherwise."""
+        base, notes, changes = memory.setting, memory.notes, list[tuple[str, TracedSetting]]()
+        if notes.attention["flash"]:
+            changes.append(("memory-efficient attention", replace(base, attention="memory-efficient")))
+        if notes.attention["flash"] or notes.attention["memory-efficient"]:
+            changes.append(("plain attention", replace(base, attention="plain")))
+        if notes.other_optimizer is not None:
+            changes.append((f"{notes.other_optimizer} optimizer", replace(base, optimizer=notes.other_optimizer)))
+        if base.layout in self.request.task.chunked_loss:
+            changes.append(("all logits at once", replace(base, chunked_loss=False)))
+        yield from self._compared([(change, self.request.task, setting, shape) for change, setting in changes], memory)
+
+    def _compared(self, changes: Iterable[tuple[str, Task, TracedSetting, Shape]], memory: StepMemory) -> Iterable[Fit]:
+        for change, task, setting, lengths in changes:
             try:
-                yield self._fit(self._traced(other_task, setting, lengths, like=memory), lengths, change)
+                yield self._fit(self._traced(task, setting, lengths, like=memory), lengths, change)
             except TaskError as error:
                 self._assume(f"{change} could not be traced: {error}")
+
+    def _not_offered(self, memory: StepMemory, alternatives: Mapping[str, Task]) -> Iterable[str]:
+        task, notes = self.request.task, memory.notes
+        if notes.checkpointing is not None and not notes.checkpointing.available:
+            yield f"checkpointing: {notes.checkpointing.reason.removeprefix('not available: ')}"
+        if memory.setting.layout not in task.chunked_loss:
+            yield "chunked loss: the task has none" if not task.chunked_loss else "chunked loss: packed rows have it"
+        if notes.trained_bytes < notes.weight_bytes:
+            yield f"frozen parts: {1 - notes.trained_bytes / notes.weight_bytes:.0%} of the weights are frozen already"
+        elif not any(change.startswith("freeze=") for change in alternatives):
+            yield "frozen parts: the task has no option for them"
 
     def _on_all_cards(self, memory: StepMemory, shape: Shape) -> Iterable[CardFit]:
         """Cards of other generations have other kernels and precisions, so each generation is traced by itself."""
@@ -487,7 +542,7 @@ class _Estimator:
         self._assume(f"optimizer: {notes.optimizer}")
         if memory.setting.autocast is not None:
             self._assume(f"CUDA's rules of autocast, {str(memory.setting.autocast).removeprefix('torch.')}")
-        if memory.setting.layout == "packed":
+        if memory.setting.layout == "packed" or notes.is_compiled:
             self._assume("blocks are not compiled; compiled ones take less")
         workspaces = notes.workspaces[CUBLAS] * self.card.cublas_bytes + notes.workspaces[CUBLAS_LT] * CUBLAS_LT_BYTES
         self._assume(
@@ -495,11 +550,18 @@ class _Estimator:
         )
         if memory.has_convolutions:
             self._assume("the algorithms that cuDNN usually takes for convolutions; others need other workspaces")
+        count = self.card.processors.number
+        whose = f"{self.card.name} has" if self.card.known else "an H200 has, since the card is not known"
+        self._assume(f"kernels that divide their work over {count} multiprocessors, as {whose}")
         self._assume("expandable segments, which the brimful command switches on")
         if request.options.processes > 1:
             self._assume(_SHARDING[request.sharding])
+        if notes.is_recurrent:
+            self._assume("recurrent layers by torch's own kernels, where a card has those of cuDNN")
         if memory.one_shape:
             self._assume("only rows of the requested lengths could be traced, so there is no table of lengths")
+        elif memory.order_follows_lengths:
+            self._assume("rows of other lengths take other operations, so there is no table of lengths")
         if memory.interpolates:
             self._assume(
                 "sizes differ in the order of their allocations, so peaks are interpolated and the error is larger"
@@ -530,10 +592,23 @@ def fsdp_phase_bytes(notes: TraceNotes, processes: int) -> tuple[tuple[str, int]
 
 _SHARDING = {
     "none": "two buckets of 32 MiB to sum gradients; NCCL's own buffers are not counted",
-    "ddp": "DDP's buckets are a second copy of the gradients (gradient_as_bucket_view is off); NCCL's own buffers are not counted",
+    "ddp": "DDP's buckets are a second copy of the gradients (gradient_as_bucket_view is off); tensors counted on CPUs were as "
+    "predicted; NCCL's own buffers are not counted",
     "fsdp": "FSDP2 shards weights, gradients and optimizer state by block, and holds whole gradients between micro-batches; "
-    "NCCL's own buffers are not counted",
+    "predictions were 0 to 28% above tensors counted on CPUs; NCCL's own buffers are not counted",
 }
+
+
+def _option(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def _with_options(task: Task, values: Mapping[str, Any]) -> Task:
+    """Such a task with other values of its options, and the optimizer that this one was given."""
+    other = type(task)(replace(task.options, **values))
+    if "optimizer" in vars(task):
+        other.optimizer = task.optimizer  # type: ignore[method-assign]
+    return other
 
 
 def _for_card(task: Task, card: Card, precision: Precision | None) -> Task:

@@ -14,18 +14,19 @@ The kernels of packed rows (`packing.triton_kernels`) have no fake implementatio
 allocations are made here: outputs, and what their backward holds meanwhile.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
 from brimful.estimation.fake_cuda import replaced
 from brimful.packing import attention as packing_attention
-from brimful.packing import cross_entropy
+from brimful.packing import causal_head, cross_entropy
 from brimful.packing.sequence import BLOCK
 
 ALIGNMENT = {2: 8, 4: 4}
@@ -35,16 +36,23 @@ BIAS_SPLITS = 32
 """Partial sums of the position bias's gradient in the packed kernels, `SPLITS` there."""
 
 
+AttentionChoice = Literal["card", "memory-efficient", "plain"]
+
+
 @contextmanager
-def card_kernels(*, has_flash: bool) -> Iterator[Counter[str]]:
+def card_kernels(
+    *, has_flash: bool, attention: AttentionChoice = "card", chunked_loss: bool = True
+) -> Iterator[Counter[str]]:
     """Attention and losses as on a card with or without flash attention. Yields the calls of each attention kernel.
+
+    With another `attention` torch's kernels are those, where they can be. Without `chunked_loss` all logits are made at once.
 
     Functions are replaced: a mode of torch would not reach blocks that backward runs again.
     """
     calls = Counter[str]()
 
     def attend(*args: Any, **kwargs: Any) -> Any:
-        return _attention(has_flash, calls, *args, **kwargs)
+        return _attention(attention, has_flash, calls, *args, **kwargs)
 
     def attend_packed(*args: Any) -> Any:
         calls["packed"] += 1
@@ -55,17 +63,39 @@ def card_kernels(*, has_flash: bool) -> Iterator[Counter[str]]:
         stack.enter_context(replaced(packing_attention, "kernel_attention", attend_packed))
         plain_losses = cross_entropy._loss_to_gradient
         stack.enter_context(replaced(cross_entropy, "_loss_to_gradient", partial(_losses, plain_losses)))
-        stack.enter_context(replaced(cross_entropy, "chunk_starts", lambda tokens, chunk: TWO_CHUNKS))
+        starts = TWO_CHUNKS if chunked_loss else ONE_CHUNK
+        stack.enter_context(replaced(cross_entropy, "chunk_starts", lambda tokens, chunk: starts))
+        if not chunked_loss:
+            stack.enter_context(replaced(cross_entropy, "_LinearCrossEntropy", _WholeCrossEntropy))
+            stack.enter_context(replaced(causal_head, "chunk_size", lambda words, dtype: sys.maxsize))
         yield calls
 
 
-TWO_CHUNKS = (0, 0)
+TWO_CHUNKS, ONE_CHUNK = (0, 0), (0,)
 """Where the chunks of a loss begin, while tracing. A later chunk takes the place of the one before it, so two show the peak; with as
 many as there really are, steps of different sizes would not have the same allocations."""
 
 
+class _WholeCrossEntropy:
+    """`linear_cross_entropy` as most programs compute it: all logits, in the precision of the head and then in fp32."""
+
+    @staticmethod
+    def apply(
+        hidden: Any, weight: Any, bias: Any, labels: Any, dtype: torch.dtype, rule: Any, chunk: int, by_token: bool
+    ) -> Any:
+        logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        if rule.scale != 1:
+            logits = logits * rule.scale
+        if rule.softcap is not None:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        return F.cross_entropy(
+            logits.float(), labels, ignore_index=rule.ignore_index, label_smoothing=rule.smoothing,
+            reduction="none" if by_token else "sum",
+        )  # fmt: skip
+
+
 def _attention(
-    has_flash: bool, calls: Counter[str], query: Any, key: Any, value: Any, attn_mask: Any = None,
+    choice: AttentionChoice, has_flash: bool, calls: Counter[str], query: Any, key: Any, value: Any, attn_mask: Any = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     device = query.device.type
@@ -74,7 +104,7 @@ def _attention(
         query, key, value = (one.to(dtype) for one in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
-    kernel = attention_kernel(query, attn_mask, has_flash=has_flash, grouped=enable_gqa)
+    kernel = attention_kernel(query, attn_mask, has_flash=has_flash, grouped=enable_gqa, choice=choice)
     calls[kernel] += 1
     with torch.autocast(device, enabled=False):  # as inside torch's own function: what follows keeps its precision
         if kernel == "flash":
@@ -96,10 +126,14 @@ def _attention(
         )[0]
 
 
-def attention_kernel(query: Any, mask: Any, *, has_flash: bool, grouped: bool = False) -> str:
+def attention_kernel(
+    query: Any, mask: Any, *, has_flash: bool, grouped: bool = False, choice: AttentionChoice = "card"
+) -> str:
     """The kernel that torch takes on such a card: flash, memory-efficient or plain."""
+    if choice == "plain":
+        return choice
     width, size = query.shape[-1], query.element_size()
-    if mask is None and size == 2 and width <= FLASH_LARGEST_HEAD and has_flash:
+    if choice == "card" and mask is None and size == 2 and width <= FLASH_LARGEST_HEAD and has_flash:
         return "flash"
     aligned = size in ALIGNMENT and width % ALIGNMENT[size] == 0
     if aligned and not grouped and (mask is None or mask.stride(-1) == 1):

@@ -18,13 +18,15 @@ import math
 import random
 import re
 import sys
+import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,10 +34,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from brimful.errors import TaskError, UserError, in_one_line
+from brimful.errors import TaskError, UserError, in_one_line, user_line
 from brimful.estimation.cards import HOPPER_CUBLAS_BYTES
 from brimful.estimation.fake_cuda import fake_device, replaced
-from brimful.estimation.fake_kernels import card_kernels
+from brimful.estimation.fake_kernels import AttentionChoice, card_kernels
 from brimful.estimation.kernel_memory import Held, held
 from brimful.memory.context import StepContext, tensors_of
 from brimful.memory.history import CUBLAS, FIRST_STEP, SECOND_STEP, History, Kind
@@ -50,7 +52,8 @@ from brimful.units import MiB
 
 _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
-_numpy = torch.Tensor.numpy
+_numpy, _data_ptr = torch.Tensor.numpy, torch.Tensor.data_ptr
+_TRITON = str(Path(torch.__file__).parents[1] / "triton")
 PRODUCTS = frozenset(
     getattr(_aten, name)
     for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "vdot", "_int_mm", "_scaled_mm", "_addmm_activation")
@@ -61,9 +64,14 @@ CUBLAS_LT, CUBLAS_LT_BYTES = "cuBLASLt", 1 * MiB
 """On every card. Counted on an H200 with torch 2.11: models without biases do not have it."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ADD, _DROPOUT = _aten.add.Tensor, _aten.native_dropout.default
+QUANTIZED = ("Params4bit", "Int8Params")
+"""Weights of bitsandbytes."""
 HEADS = ("lm_head", "score", "classifier", "output_projection", "embed_out")
 """Names of a model's last layer, whose output is counted with the loss."""
+OptimizerKernels = Literal["foreach", "fused"]
 PRECISIONS: dict[torch.dtype | None, str] = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+MOST_VALUES_READ = 3_000
+"""By one line in one trace. A loop that goes on until a value is small enough would not end."""
 BELOW = ("torch", "brimful", "weakref", "contextlib", "functools")
 """Packages between a program and this trace: the code that reads a value is above them."""
 
@@ -81,6 +89,12 @@ class TracedSetting:
     """None: as the task makes them."""
     checkpointing: Checkpointed = "off"
     layout: LayoutName = "padded"
+    attention: AttentionChoice = "card"
+    """The kernels of torch that are used: those of the card, or others to compare."""
+    optimizer: OptimizerKernels | None = None
+    """None: as the task or torch chooses."""
+    chunked_loss: bool = True
+    """Whether losses that compute logits in chunks do so."""
 
     def describe(self) -> str:
         """`packed bf16 checkpointed`."""
@@ -101,6 +115,16 @@ class TraceNotes:
     """Of cuBLAS and cuBLASLt."""
     build: "Build | None" = None
     optimizer: str = ""
+    other_optimizer: OptimizerKernels | None = None
+    """The other way in which torch could compute the same optimizer, if there is one."""
+    model: str = ""
+    """The class of the model, below adapters."""
+    is_compiled: bool = False
+    """Whether `torch.compile` is used, which is left out."""
+    is_recurrent: bool = False
+    """Whether it has LSTMs, GRUs or RNNs of torch."""
+    has_adapters: bool = False
+    is_quantized: bool = False
     checkpointing: Lever | None = None
     weight_bytes: int = 0
     trained_bytes: int = 0
@@ -110,6 +134,16 @@ class TraceNotes:
     """Weights in no repeated block, such as embeddings and head."""
     largest_outside_bytes: int = 0
     """The largest of those, such as the head, whose gradient is the first."""
+
+    def describe_model(self, model: nn.Module) -> None:
+        self.has_adapters = hasattr(model, "peft_config")
+        base: Any = model
+        if self.has_adapters and hasattr(base, "get_base_model"):
+            base = base.get_base_model()
+        self.is_compiled = any(_is_compiled(part) for part in model.modules())
+        self.model = type(getattr(base, "_orig_mod", base)).__name__
+        self.is_recurrent = any(isinstance(part, nn.RNNBase) for part in model.modules())
+        self.is_quantized = any(type(param).__name__ in QUANTIZED for param in model.parameters())
 
     def count_weights(self, model: nn.Module) -> None:
         sizes = {id(param): param.nbytes for param in model.parameters()}
@@ -245,10 +279,10 @@ def _finite(func: Any, args: Any) -> bool | None:
 class Tracer(TorchDispatchMode):
     """Records the storages of one kind of device as they come and go."""
 
-    def __init__(self, device: str, notes: TraceNotes) -> None:
+    def __init__(self, task: str, device: str, notes: TraceNotes) -> None:
         super().__init__()
         self.values = KnownValues()
-        self._device, self.notes = device, notes
+        self._task, self._device, self.notes = task, device, notes
         self.events: list[tuple[int, int]] = []
         self.marks: list[tuple[int, str]] = []
         self.kinds: list[Kind] = []
@@ -260,6 +294,7 @@ class Tracer(TorchDispatchMode):
         self._cublas_handles = set[tuple[str, bool]]()
         self._unshared: tuple[int, int] | None = None
         self._adopted: int | None = None
+        self._values_read = Counter[str]()
 
     def mark(self, phase: str) -> None:
         """What follows belongs to this phase."""
@@ -457,6 +492,12 @@ class Tracer(TorchDispatchMode):
         where = _user_frame()
         if where:
             self.notes.assumptions[f"a value of a tensor is read at {where}: 1 or True was assumed"] += 1
+        self._values_read[where] += 1
+        if self._values_read[where] > MOST_VALUES_READ:
+            raise TaskError(
+                f"task {self._task}: {where or 'a library'} reads values of tensors without an end, since an estimate has none and "
+                "assumes 1 or True. Try: a loop with a fixed number of turns, or brimful plan, on the GPU."
+            )
         return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def as_numpy(self, tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -470,6 +511,16 @@ class Tracer(TorchDispatchMode):
                 known = torch.ones(tensor.shape, dtype=tensor.dtype)
             return _numpy(known)
 
+    def as_address(self, tensor: torch.Tensor) -> int:
+        """In place of `Tensor.data_ptr`: of a fake tensor a number that no other has."""
+        if not isinstance(tensor, FakeTensor):
+            return _data_ptr(tensor)
+        if where := _user_frame():
+            self.notes.assumptions[
+                f"the address of a tensor is read at {where}: what a kernel of your own allocates is not covered"
+            ] += 1
+        return int(tensor.untyped_storage()._cdata)
+
     def _chosen(self, mask: torch.Tensor, what: str, *broadcast: torch.Tensor) -> int:
         """How many elements a mask chooses: known from the batch, or all, which is the most it can be."""
         known = self.values.get(mask)
@@ -477,7 +528,7 @@ class Tracer(TorchDispatchMode):
             with _disable_current_modes():
                 return int(known.count_nonzero())
         where = _user_frame() or "a library"
-        self.notes.assumptions[f"{what} at {where}: every element was assumed to be chosen"] += 1
+        self.notes.assumptions[f"{what} at {where}: every element was assumed to be chosen, the most it can be"] += 1
         return torch.broadcast_shapes(*(one.shape for one in broadcast)).numel() if broadcast else mask.numel()
 
     def _as_numbers(self, indices: Any) -> list[Any]:
@@ -503,7 +554,7 @@ def trace_step(
     with recorder if build is None else nullcontext():
         model = describe(task)
     notes.build = build or recorder.build(model)
-    tracer = Tracer(setting.device.type, notes)
+    tracer = Tracer(task.name, setting.device.type, notes)
     if not all(param.is_meta for param in model.parameters()):
         gc.collect()  # the model of the trace before has bytes, too, and may be in a cycle
     random.seed(0)  # so that every size leaves the same layers out
@@ -511,11 +562,21 @@ def trace_step(
         with ExitStack() as stack:
             stack.enter_context(_without_torch_log())
             mode = stack.enter_context(fake_device(setting.device, has_bf16=setting.has_flash))
-            notes.attention = stack.enter_context(card_kernels(has_flash=setting.has_flash))
+            notes.attention = stack.enter_context(
+                card_kernels(
+                    has_flash=setting.has_flash, attention=setting.attention, chunked_loss=setting.chunked_loss
+                )
+            )
             stack.enter_context(tracer)
             stack.enter_context(
                 replaced(torch.Tensor, "numpy", lambda *args, **kwargs: tracer.as_numpy(*args, **kwargs))
             )
+            stack.enter_context(replaced(torch.Tensor, "data_ptr", lambda tensor: tracer.as_address(tensor)))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", "Using `torch.compile"
+            )  # hooks on all modules, which name what they allocate
             tracer.calibrate()
             tracer.mark("build")
             tracer.built(notes.build)
@@ -525,9 +586,10 @@ def trace_step(
             model.train()
             with _named_failures(task, "optimizer", notes):
                 optimizer = task.optimizer(model)
-            notes.optimizer = _use_card_optimizer(optimizer)
+            notes.optimizer, notes.other_optimizer = _use_card_optimizer(optimizer, setting.optimizer)
             lever = checkpointing(task, model)
             notes.checkpointing = lever
+            notes.describe_model(model)
             notes.count_weights(model)
             stack.enter_context(lever.set(EVERY[setting.checkpointing]))
             context = StepContext(
@@ -588,6 +650,10 @@ def _run(context: StepContext, tracer: Tracer, batches: list[Any], rows: int) ->
         context.step(batches[1:], 2 * rows, mark)
 
 
+def _is_compiled(part: nn.Module) -> bool:
+    return hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+
+
 def _tensors_of_model(model: nn.Module) -> list[torch.Tensor]:
     """The weights, buffers and other tensors of all modules. Tied ones count once."""
     found = dict[int, torch.Tensor]()
@@ -646,14 +712,25 @@ def _parameter_like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return made
 
 
-def _use_card_optimizer(optimizer: Any) -> str:
-    """Set what torch decides by itself on a GPU: all weights in one call (`foreach`) where nothing else was chosen."""
+def _use_card_optimizer(optimizer: Any, kernels: OptimizerKernels | None) -> tuple[str, OptimizerKernels | None]:
+    """Set what torch decides by itself on a GPU: all weights in one call (`foreach`) where nothing else was chosen.
+
+    Returns what it is, and the other way in which torch could compute it.
+    """
     groups = optimizer.param_groups
     for group in groups:
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+        if kernels is not None:
+            group.update({name: name == kernels for name in ("foreach", "fused") if name in group})
+        elif "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-    kind = "fused" if groups[0].get("fused") else "foreach" if groups[0].get("foreach") else "one weight at a time"
-    return f"{type(optimizer).__name__}, {kind}"
+    first = groups[0]
+    other: OptimizerKernels | None = None
+    kind = "fused" if first.get("fused") else "foreach" if first.get("foreach") else "one weight at a time"
+    if kind == "fused" and "foreach" in first:
+        other = "foreach"
+    elif kind == "foreach" and "fused" in first:
+        other = "fused"
+    return f"{type(optimizer).__name__}, {kind}", other
 
 
 @contextmanager
@@ -672,7 +749,7 @@ def _named_failures(task: Task, method: str, notes: TraceNotes) -> Iterator[None
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TaskError(
-            f"task {task.name}: {error.func} depends on the values of tensors, which an estimate does not have. "
+            f"task {task.name}: {error.func}{user_line(error)} depends on the values of tensors, which an estimate does not have. "
             "Try: brimful plan, on the GPU."
         ) from error
     except (UnsupportedOperatorException, UnsupportedFakeTensorException) as error:
@@ -680,6 +757,13 @@ def _named_failures(task: Task, method: str, notes: TraceNotes) -> Iterator[None
     except Exception as error:
         if custom := re.search(r"no fake impl registered for <CustomOpDef\((\S+)\)>", str(error)):
             raise TaskError(_without_fake(task, custom[1])) from error
+        if any(frame.filename.startswith(_TRITON) for frame in traceback.extract_tb(error.__traceback__)):
+            raise TaskError(_without_fake(task, f"a Triton kernel{user_line(error)}")) from error
+        if "SparseTensorImpl" in str(error):
+            raise TaskError(
+                f"task {task.name}: gradients that are sparse tensors are not covered by an estimate. "
+                "Try: sparse=False in the embedding, or brimful plan, on the GPU."
+            ) from error
         assumed = "".join(f" Before that, {sentence}." for sentence in list(notes.assumptions)[-1:])
         raise TaskError(
             f"{failure(task, error, method, 'a fake GPU')}{assumed} Try: the same batch on the CPU, then brimful plan on the GPU."

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from brimful.memory.allocator import ROUNDING, CachingAllocator
 from brimful.memory.model import MICRO_PHASES
-from brimful.memory.temporaries import Temporary, temporary_bytes
+from brimful.memory.temporaries import H200, Processors, Temporary, temporary_bytes
 from brimful.task import Shape
 
-Kind = Literal["parameters", "gradients", "optimizer", "activations", "loss", "batch", "workspace"]
-"""What a block holds."""
+Kind = Literal["parameters", "gradients", "optimizer", "activations", "loss", "batch", "exchange", "workspace"]
+"""What a block holds. `exchange`: what is there for other GPUs, such as buckets of gradients and gathered weights."""
 SHARDED: tuple[Kind, ...] = ("parameters", "gradients", "optimizer")
 """What sharded training divides over its processes."""
 
@@ -164,14 +164,14 @@ class SymbolicHistory:
         temporaries = _fit_temporaries(points, histories)
         return cls(first, powers, coefficients, temporaries, unexplained, len({one.shape for one in histories}))
 
-    def sizes(self, rows: int, shape: Shape) -> NDArray[np.int64]:
-        """The bytes of each allocation in a step of this size."""
+    def sizes(self, rows: int, shape: Shape, processors: Processors = H200) -> NDArray[np.int64]:
+        """The bytes of each allocation in a step of this size, on a card with these processors."""
         features = np.array(_features(self._powers, rows, shape))
         result = np.maximum(0, np.rint(features @ self._coefficients)).astype(np.int64)
         for index, coefficients in self._temporary_coefficients.items():
             one = self._history.temporaries[index]
             result[index] = temporary_bytes(
-                one.rule, one.fixed, tuple(np.rint(features @ coefficients).astype(int).tolist())
+                one.rule, one.fixed, tuple(np.rint(features @ coefficients).astype(int).tolist()), processors
             )
         return result
 
@@ -181,8 +181,9 @@ class SymbolicHistory:
         shape: Shape,
         *,
         accumulates: bool,
-        workspace_bytes: int = 0,
+        exchange_bytes: int = 0,
         cublas_bytes: int | None = None,
+        processors: Processors = H200,
         phase_bytes: Sequence[tuple[str, int]] = (),
         shards: int = 1,
         limit_bytes: int | None = None,
@@ -193,16 +194,17 @@ class SymbolicHistory:
         """The memory of a step of one micro-batch of this size, or of several (`accumulates`).
 
         Args:
-            workspace_bytes: What libraries allocate once, through the same allocator.
+            exchange_bytes: What is allocated all the time to exchange gradients with other GPUs.
             cublas_bytes: Of each workspace of cuBLAS on the card. None: as in the history.
-            phase_bytes: What is allocated throughout each of these phases besides.
+            processors: Of the card.
+            phase_bytes: The same throughout each of these phases alone.
             shards: Processes over which weights, gradients and optimizer state are divided.
             limit_bytes: Reserved bytes at most.
             expandable: Whether the allocator has expandable segments.
             reserved: Whether to replay the allocator. Without it, reserved bytes are the allocated ones.
             largest: How many of the largest blocks at the peak to name.
         """
-        sizes = self.sizes(rows, shape)
+        sizes = self.sizes(rows, shape, processors)
         if cublas_bytes is not None:
             sizes = np.where(self._of_cublas, cublas_bytes, sizes)
         if shards > 1:
@@ -210,16 +212,16 @@ class SymbolicHistory:
         blocks = -(-sizes // ROUNDING) * ROUNDING
         kept = self._kept(accumulates)
         changes = np.where(kept, self._sign * blocks[self._index], 0)
-        live, beside = np.cumsum(changes) + workspace_bytes, dict(phase_bytes)
+        live, beside = np.cumsum(changes) + exchange_bytes, dict(phase_bytes)
         phases, at = self._phase_peaks(live, beside, accumulates)
         phase = max(phases, key=lambda name: phases[name])
         peak = phases[phase]
         allocator = None
         if reserved:
-            allocator = self._replayed(sizes, kept, workspace_bytes, beside, limit_bytes, expandable)
+            allocator = self._replayed(sizes, kept, exchange_bytes, beside, limit_bytes, expandable)
             peak = max(peak, allocator.peak_allocated_bytes)
         alive = kept[self._allocated_at] & (self._allocated_at <= at[phase]) & (self._freed_at > at[phase])
-        kinds = Counter[Kind]({"workspace": workspace_bytes + beside.get(phase, 0)})
+        kinds = Counter[Kind]({"exchange": exchange_bytes + beside.get(phase, 0)})
         for kind in set(self._history.kinds):
             kinds[kind] += int(blocks[alive & self._of_kind(kind)].sum())
         order = np.argsort(-blocks * alive)[:largest]
@@ -292,7 +294,7 @@ class SymbolicHistory:
         return peaks, at
 
     def _replayed(
-        self, sizes: NDArray[np.int64], kept: NDArray[np.bool_], workspace: int, beside: Mapping[str, int], limit: int | None,
+        self, sizes: NDArray[np.int64], kept: NDArray[np.bool_], exchange: int, beside: Mapping[str, int], limit: int | None,
         expandable: bool,
     ) -> CachingAllocator:  # fmt: skip
         allocator, bytes_of = CachingAllocator(limit_bytes=limit, expandable=expandable), sizes.tolist()
@@ -302,8 +304,8 @@ class SymbolicHistory:
         for place, ((index, size), happens) in enumerate(zip(self._history.events, kept.tolist(), strict=True)):
             if place == first_step:
                 allocator.forget_peak()  # a model may be built elsewhere, and take more meanwhile
-                if workspace:
-                    allocator.allocate("workspace", workspace)
+                if exchange:
+                    allocator.allocate("exchange", exchange)
             if beside and place in begins:
                 if held:
                     allocator.free("phase")

@@ -17,12 +17,10 @@ from, which are polynomials, and the rule. As read in torch's sources and found 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from brimful.units import MiB
 
-SM_COUNT, SM_THREADS = 132, 2048
-"""Multiprocessors of an H200, and threads of each. Reductions are divided until all have work; smaller cards divide a little less."""
 WARP, REDUCTION_THREADS = 32, 512
 LEAST_VALUES, MOST_VALUES = 16, 256
 """That one thread reduces, before and after the work is divided."""
@@ -36,6 +34,17 @@ SPLIT_BLOCK = 16384
 """Numbers of keys that a thread block of flash attention reads at once."""
 EMBEDDING_PART = 10
 """Rows of an embedding's gradient that one thread adds up."""
+
+
+class Processors(NamedTuple):
+    """The multiprocessors of a card. Sums and attention are divided until all of them have work."""
+
+    number: int
+    threads: int
+    """Of each multiprocessor."""
+
+
+H200 = Processors(132, 2048)
 
 Rule = Literal["bytes", "reduction", "convolution", "attention", "embedding"]
 Direction = Literal["forward", "backward data", "backward filter"]
@@ -53,14 +62,15 @@ class Temporary:
 
     @property
     def bytes(self) -> int:
+        """On an H200."""
         return temporary_bytes(self.rule, self.fixed, self.numbers)
 
 
-def temporary_bytes(rule: Rule, fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+def temporary_bytes(rule: Rule, fixed: tuple[int, ...], numbers: tuple[int, ...], processors: Processors = H200) -> int:
     """The size that follows from these numbers."""
     if any(number < 1 for number in numbers):
         return 0
-    return _RULES[rule](fixed, numbers)
+    return _RULES[rule](fixed, numbers, processors)
 
 
 def plain(tensor: Any) -> Temporary:
@@ -136,7 +146,7 @@ def _product(dims: list[tuple[int, int]]) -> int:
     return result
 
 
-def _reduction_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+def _reduction_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...], processors: Processors) -> int:
     """As `setReduceConfig` in torch's `Reduce.cuh` divides the work, and `global_memory_size` of the result."""
     along_input, contiguous, one_dim, element_bytes, sum_bytes = fixed
     outputs, inputs, *vector_numbers = numbers
@@ -163,7 +173,7 @@ def _reduction_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
         return 0  # each warp has outputs of its own
     step_input *= block_height
     values, grid = -(-inputs // step_input), -(-(outputs // vector) // step_output)
-    most_blocks = SM_COUNT * (SM_THREADS // (block_width * block_height))
+    most_blocks = processors.number * (processors.threads // (block_width * block_height))
     if values < MOST_VALUES or grid > most_blocks:
         return 0
     parts = max(min(-(-most_blocks // grid), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
@@ -177,7 +187,7 @@ def _power_of_2(number: int) -> int:
     return 1 << (max(1, number).bit_length() - 1)
 
 
-def _convolution_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+def _convolution_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...], _: Processors) -> int:
     way, channels, output_channels, taps, weights, strided, element_bytes, copies = fixed
     pixels, output_pixels, plane = numbers
     weight, group = weights * element_bytes, 16 // element_bytes
@@ -197,11 +207,11 @@ def _convolution_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
     return both + sums
 
 
-def _attention_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+def _attention_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...], processors: Processors) -> int:
     """As `num_splits_heuristic` of flash attention divides the keys."""
     (width,), (heads, queries, keys) = fixed, numbers
     blocks, key_blocks = heads * -(-queries // 64), -(-keys // max(64, SPLIT_BLOCK // _next_power_of_2(max(64, width))))
-    places = 2 * SM_COUNT
+    places = 2 * processors.number
     if blocks >= 0.8 * places:
         return 0
     counts = [
@@ -215,7 +225,7 @@ def _attention_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
     return 0 if splits == 1 else 4 * splits * heads * queries * -(-width // 32) * 32
 
 
-def _embedding_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...]) -> int:
+def _embedding_bytes(fixed: tuple[int, ...], numbers: tuple[int, ...], _: Processors) -> int:
     least, rows, width = fixed
     (count,) = numbers
     return 0 if count <= least else 4 * (count // EMBEDDING_PART + min(count, rows)) * -(-width // WARP) * WARP
@@ -225,8 +235,8 @@ def _next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-_RULES: dict[Rule, Callable[[tuple[int, ...], tuple[int, ...]], int]] = {
-    "bytes": lambda fixed, numbers: numbers[0],
+_RULES: dict[Rule, Callable[[tuple[int, ...], tuple[int, ...], Processors], int]] = {
+    "bytes": lambda fixed, numbers, processors: numbers[0],
     "reduction": _reduction_bytes,
     "convolution": _convolution_bytes,
     "attention": _attention_bytes,

@@ -15,7 +15,7 @@ from brimful.units import show_bytes, show_rows, zone
 
 BAR_WIDTH = 30
 NONE = "–"
-KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "batch", "workspace", "context")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "batch", "exchange", "workspace", "context")
 PHASES = {
     "forward": "forward",
     "head": "backward of the loss",
@@ -31,6 +31,7 @@ def estimate_table(estimate: Estimate) -> RenderableType:
     parts: list[RenderableType] = [
         WrappedText(translate(estimate.headline), style="bold" if estimate.fits else "bold yellow"),
         _bar(estimate),
+        *_remedies(estimate),
         Text(),
         _facts(estimate),
         Text(),
@@ -43,6 +44,12 @@ def estimate_table(estimate: Estimate) -> RenderableType:
     if estimate.levers:
         settings = [(tr("as requested"), estimate.fit), *((_flag(one.change), one) for one in estimate.levers)]
         parts += [Text(), _fits(tr("setting"), settings, estimate)]
+        parts += [
+            WrappedText(tr("not offered: {reason}", reason=translate(one)), style="dim") for one in estimate.not_offered
+        ]
+    if estimate.kernels:
+        kernels = [(tr("as assumed"), estimate.fit), *((translate(one.change), one) for one in estimate.kernels)]
+        parts += [Text(), _fits(tr("other kernels"), kernels, estimate)]
     if estimate.cards:
         parts += [Text(), _cards(estimate.cards)]
     parts += [Text(), Text(tr("assumed"), style="dim")]
@@ -62,12 +69,19 @@ def _bar(estimate: Estimate) -> Text:
     return Text.assemble((bar, style), f" {taken}", (f"{used:.0%} {translate(zone(used))}", style))
 
 
+def _remedies(estimate: Estimate) -> Iterable[RenderableType]:
+    """Single levers with which rows would fit, where none fits."""
+    options = [] if estimate.fit.largest else [_flag(one.change) for one in estimate.levers if one.largest]
+    if options:
+        yield WrappedText(tr("would fit with: {options}", options=", or ".join(options)))
+
+
 def _facts(estimate: Estimate) -> Table:
     card, size = estimate.card, estimate.size
     reserved = tr(
-        "{allocated} allocated, {reserved} reserved ({native} without expandable segments); largest error seen so far {error:.1%}",
+        "{allocated} allocated, {reserved} reserved ({native} without expandable segments)",
         allocated=show_bytes(size.allocated_bytes), reserved=show_bytes(size.reserved_bytes),
-        native=show_bytes(estimate.reserved_native_bytes), error=estimate.error,
+        native=show_bytes(estimate.reserved_native_bytes),
     )  # fmt: skip
     total = tr(
         "{total}, of which the CUDA context takes {context}",
@@ -77,6 +91,7 @@ def _facts(estimate: Estimate) -> Table:
     rows = [(tr("card"), f"{translate(card.name)}: {total}")] if card.known else []
     rows += [
         (tr("peak"), tr("of {rows}: {peak}", rows=show_rows(size.rows), peak=reserved)),
+        (tr("error"), translate(estimate.accuracy)),
         (
             tr("setting"),
             f"{estimate.fit.setting}{f', {estimate.sharding} × {estimate.processes}' if estimate.processes > 1 else ''}",
@@ -167,6 +182,6 @@ def _lengths(shape: Shape) -> str:
 
 
 def _flag(change: str) -> str:
-    """`checkpointing=on` as `--checkpointing on`."""
-    name, _, value = change.partition("=")
-    return f"--{name.replace('_', '-')} {value}".strip()
+    """`checkpointing=on` as `--checkpointing on`, and the same of several options."""
+    options = (one.partition("=") for one in change.split())
+    return " ".join(f"--{name.replace('_', '-')} {value}".strip() for name, _, value in options)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -282,6 +283,17 @@ class Pretrain(Task):
         full = [] if self._adapts else [(lora, 2 * weights + adapter)]
         way = in_4bit if self.adapter is not None else f"{lora} with {in_4bit}"
         return [*full, (way, 2 * (weights - linear) + round(BYTES_IN_4BIT * linear) + adapter)]
+
+    def memory_options(self) -> Sequence[Mapping[str, Any]]:
+        """Parts to freeze. Of a saved model also adapters, and 4 bits below them."""
+        parts = [] if self._adapts else [part for part in self.family.parts if part != self.freeze]
+        found: list[dict[str, Any]] = [{"freeze": part} for part in parts]
+        if self.source is not None and find_spec("peft"):
+            lora = {} if self._adapts else {"lora": f"r={ADAPTER_RANK}", "freeze": None}
+            found += [lora] if lora else []
+            if self.load_in is None and find_spec("bitsandbytes"):
+                found.append({**lora, "load_in": "4bit"})
+        return found
 
     def remarks(self, rows: Dataset) -> Sequence[tuple[str, Any, Any, str]]:
         from brimful.tasks.token_stores import remarks

@@ -430,7 +430,7 @@ def _environment() -> dict[str, str]:
 
 def make_job(args: argparse.Namespace, folder: Path, output: Path, model: str, limit: int | None, contestant: str, setting: str, options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     return {
-        "model": model, "limit_bytes": limit, "contestant": contestant, "setting": setting, "options": options, "seed": args.seed,
+        "model": model, "limit_bytes": limit, "contestant": contestant, "setting": setting, "settings": 1, "options": options, "seed": args.seed,
         "steps": args.steps, "seconds": args.seconds, "device": args.device, "tiny": args.tiny, "output": str(output),
         "global_batch": TINY_BATCH if args.tiny else GLOBAL_BATCH, "model_folder": str(model_folder(model, folder, args.tiny)),
         "store": store_note(model, folder, args.tiny).read_text(),
@@ -441,9 +441,10 @@ def _compete(
     args: argparse.Namespace, folder: Path, output: Path, model: str, limit: int | None, contestant: str
 ) -> None:
     """Its settings in one process while it lives."""
+    tried = settings(contestant)[: None if contestant in LADDERS else args.most_settings]
     left = [
-        make_job(args, folder, output, model, limit, contestant, setting, options)
-        for setting, options in settings(contestant)[: None if contestant in LADDERS else args.most_settings]
+        {**make_job(args, folder, output, model, limit, contestant, setting, options), "settings": len(tried)}
+        for setting, options in tried
     ]
     lines: list[dict[str, Any]] = []
     while left := still_needed(left, lines, LADDERS):
@@ -463,7 +464,7 @@ def _compete(
 
 def write_result(job: dict[str, Any], result: dict[str, Any]) -> None:
     """Append one line to the output, and say it in short on stderr."""
-    names = ("model", "limit_bytes", "contestant", "setting", "options", "seed", "tiny", "global_batch")
+    names = ("model", "limit_bytes", "contestant", "setting", "settings", "options", "seed", "tiny", "global_batch")
     with Path(job["output"]).open("a") as file:
         file.write(json.dumps({**{name: job[name] for name in names}, **result}) + "\n")
     speed = (

@@ -54,8 +54,6 @@ SPECIAL = 16
 """The first ids of a tokenizer are those of special tokens, with room to spare."""
 READ_ON_S = 4.0
 """How long clients read on when the time is over."""
-START_S = 120.0
-"""A server that does not answer after this many seconds has not started."""
 
 
 @dataclass
@@ -173,7 +171,7 @@ def _measure(entry: str, case: str, model: Path, options: argparse.Namespace) ->
     port = _free_port()
     process = _start(entry, model, port, options)
     try:
-        failed = _wait_for(process, port, entry) or _first_answer(port, model, options)
+        failed = _wait_for(process, port, entry, options.start_seconds) or _first_answer(port, model, options)
         for clients in options.clients:
             row = {"case": case, "entry": entry, "clients": clients, "device": options.device}
             if failed:
@@ -232,9 +230,9 @@ def _start(entry: str, model: Path, port: int, options: argparse.Namespace) -> "
     return process
 
 
-def _wait_for(process: Any, port: int, entry: str) -> str | None:
+def _wait_for(process: Any, port: int, entry: str, start_s: float) -> str | None:
     """Why the server did not start; None once it answers."""
-    end = time.monotonic() + START_S
+    end = time.monotonic() + start_s
     while time.monotonic() < end:
         if process.poll() is not None:
             process.log.seek(0)
@@ -248,13 +246,13 @@ def _wait_for(process: Any, port: int, entry: str) -> str | None:
         except OSError:
             pass
         time.sleep(0.2)
-    return f"{entry} did not answer after {START_S:g} s"
+    return f"{entry} did not answer after {start_s:g} s"
 
 
 def _first_answer(port: int, model: Path, options: argparse.Namespace) -> str | None:
     """Why there is none; some servers read their model with the first request."""
     try:
-        asyncio.run(asyncio.wait_for(_ask(port, str(model), questions()[0], options.new_tokens), START_S))
+        asyncio.run(asyncio.wait_for(_ask(port, str(model), questions()[0], options.new_tokens), options.start_seconds))
     except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
         return f"no first answer: {str(error)[:80] or type(error).__name__}"
     return None
@@ -410,6 +408,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--warm-seconds", type=float, default=10.0)
+    parser.add_argument(
+        "--start-seconds", type=float, default=120.0, help="a server has not started that does not answer after these"
+    )
     parser.add_argument("--output", type=Path, help="a .jsonl file that figures are appended to")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file")
     parser.add_argument("--quick", action="store_true", help="tiny models, answers of 32 tokens, 5 s a point")

@@ -44,8 +44,24 @@ def test_the_table_compares_with_one_at_a_time():
 def test_its_model_is_served_and_answers(tmp_path):
     model = serve.make_model(tmp_path / "model", serve.QUICK["t5"], "cpu")
     options = Namespace(
-        device="cpu", memory_limit=None, clients=[2], new_tokens=4, seconds=1.0, warm_seconds=0.2, quick=True
+        device="cpu",
+        memory_limit=None,
+        clients=[2],
+        new_tokens=4,
+        seconds=1.0,
+        warm_seconds=0.2,
+        start_seconds=120.0,
+        quick=True,
     )
     rows = [row for entry in ("brimful", "one") for row in serve._measure(entry, "t5", model, options)]
     assert [row["entry"] for row in rows] == ["brimful", "one"]
     assert all(row["requests"] > 0 and row["tokens_per_s"] == pytest.approx(4 * row["requests_per_s"]) for row in rows)
+
+
+def test_a_server_that_does_not_answer_costs_no_more_than_it_may(tmp_path, monkeypatch):
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(serve, "_start", lambda *_: serve.subprocess.Popen(words))
+    options = Namespace(device="cpu", clients=[64], start_seconds=0.5)
+    started = time.monotonic()
+    (row,) = serve._measure("transformers-cb", "causal", tmp_path, options)
+    assert row["failed"] == "transformers-cb did not answer after 0.5 s" and time.monotonic() - started < 20

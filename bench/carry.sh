@@ -60,7 +60,7 @@ case "${1:-}" in
   pack)
     rm -f .carry/*.whl
     download .carry liger-kernel==0.8.5 $(pinned trl peft bitsandbytes datasets pandas python-dateutil dill multiprocess xxhash) \
-      $(pinned cyclopts docstring_parser rich-rst attrs nvidia-ml-py pytest pluggy iniconfig) \
+      $(pinned cyclopts docstring_parser rich-rst attrs nvidia-ml-py pytest pluggy iniconfig requests urllib3 charset-normalizer certifi) \
       $(pinned fastapi uvicorn starlette pydantic pydantic_core annotated-types annotated-doc typing-inspection) \
       $(pinned typing_extensions opentelemetry-api openai httpx2 httpcore2 jiter truststore anyio sniffio h11 idna click)
     slim .carry/bitsandbytes-*.whl "not name.endswith('.so') or name.endswith(('_cpu.so', '_cuda$CUDA.so'))"

@@ -407,7 +407,9 @@ def test_what_cannot_be_known_has_not_passed(modules: dict[str, ModuleType]) -> 
         "survive": [calm, rough], "sft_12gib": [capped], "serve": [own, {**own, "entry": "transformers", "tokens_per_s": 100.0}],
         "learn": {"training": learn, "held back": learn}, "tests": {"tests-step": {"tests": 9, "failures": 0, "errors": 0, "skipped": 0}},
     }  # fmt: skip
+    files["record"] = {"ratio": 1.001, "ratios": [0.98, 1.001, 1.03], "device": "A CARD"}
     found = verdicts(modules["claims"], **files)
+    assert found["recording, of a step"] == ("× 1.0010 (0.9800 to 1.0300), A CARD", "–")
     assert found["memory taken in the middle of an 8B LoRA run"][1] == "**fail**"
     assert found["8B QLoRA"] == ("runs, – reserved, 0 OOMs", "–")
     assert found["T5 after SFT, its own answers rejected"][1] == "–"

@@ -167,7 +167,7 @@ PARTS: dict[str, Part] = {
                          "--memory-limit", "40GiB", "--json", "{results}/record.json"]]),
     "full": Part(55, [train("full", "brimful", cache=SHARED)]),
     "midrun": Part(100, [["oom_midrun.py", "--recover", "--layout", "packed", "--json", "{results}/midrun.json"]]),
-    "preference-qwen": Part(90, [preference("qwen2.5-0.5b", "brimful,trl-tuned", "--most-settings", "3")]),
+    "preference-qwen": Part(90, [preference("qwen2.5-0.5b", "brimful,trl-tuned", "--most-settings", "3", "--steps", "20")]),
     "preference-t5": Part(70, [preference("t5", "brimful,two-models", "--most-settings", "2")]),
     "serve": Part(135, [serve("t5", "brimful,one"), serve("causal", "brimful,transformers,transformers-cb")]),
     "causal-full": Part(90, [train("causal-full", "brimful-compiled", cache=SHARED), train("causal-full", "hf-8,hf-compile-8", "--per-process", "2")]),

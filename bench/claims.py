@@ -561,9 +561,18 @@ def table(results: Results) -> str:
 
 
 def section(results: Results) -> str:
-    about = next((line for line in (*results.train, *results.sft, *results.dpo) if "device_name" in line), {})
+    lines = [
+        *results.train,
+        *results.losses,
+        *results.sft,
+        *results.sft_12gib,
+        *results.survive,
+        *results.dpo,
+        results.midrun,
+    ]
+    about = max((line for line in lines if "device_name" in line), key=lambda line: "versions" in line, default={})
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
-    days = sorted({line["date"][:10] for line in (*results.train, *results.sft) if "date" in line})
+    days = sorted({line["date"][:10] for line in (*lines, *results.estimates) if "date" in line})
     dry = "\n\n**A dry run with tiny models: no figure here means anything.**" if results.tiny else ""
     shown = [
         f"## What must be shown: {about.get('device_name', 'unknown device')}, {' and '.join(days) or 'no date'}{dry}",

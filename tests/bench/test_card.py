@@ -573,6 +573,14 @@ def test_the_section_has_the_table_first_and_the_tables_of_the_benches(
     )
 
 
+def test_a_call_without_the_first_bench_names_its_device_too(modules: dict[str, ModuleType]) -> None:
+    claims = modules["claims"]
+    pair = {"model": "t5", "limit_bytes": 20 * GIB, "contestant": "brimful", "setting": "no setting", "settings": 1, "status": "OOM", "error": "", "ooms": 1, "tiny": False, "global_batch": 64, "device_name": "A CARD"}  # fmt: skip
+    survive = sft_line("llama-8b-lora", "survive, undisturbed", 1, device_name="A CARD", date="2026-11-21T01:00:00", versions={"torch": "2.11"})  # fmt: skip
+    text = claims.section(claims.Results(dpo=[pair], survive=[survive]))
+    assert text.startswith("## What must be shown: A CARD, 2026-11-21\n") and "`bench/card.py`; torch 2.11." in text
+
+
 def test_what_needs_no_gpu_is_in_the_table_with_folders_that_exist(modules: dict[str, ModuleType]) -> None:
     claims = modules["claims"]
     table = claims.table(claims.Results())

@@ -302,19 +302,19 @@ class Ratio:
 
 def against(own: float, lines: Lines, speed: str) -> Ratio:
     """`lines` are those of one peer. `trl` goes on to its next setting only if one does not run."""
-    tried, of = (
-        len({line["setting"] for line in lines if line["status"] != "skipped"}),
-        max((line["settings"] for line in lines), default=0),
-    )
+    known = {line["setting"] for line in lines if speed in line or line["status"] == "OOM"}
+    of = max((line["settings"] for line in lines), default=0)
     best = max((line for line in lines if speed in line), key=lambda line: line[speed], default=None)
-    complete = bool(lines) and (tried >= of or (best is not None and best["contestant"] == "trl"))
-    short = "" if complete else f", only {tried} of {of} settings tried"
+    failed = {line["setting"] for line in lines} - known  # for another reason, which says nothing of its speed
+    climbed = best is not None and best["contestant"] == "trl"
+    complete = bool(lines) and not failed and (len(known) >= of or climbed)
+    short = "" if complete else f", only {len(known)} of {of} settings measured"
     if best is not None:
         return Ratio(
             own / best[speed], f"× {own / best[speed]:.2f} ({best['setting']}: {best[speed]:,.1f}{short})", complete
         )
-    if complete and all(line["status"] == "OOM" for line in lines):
-        return Ratio(math.inf, f"out of memory with {_count(tried, 'setting')}", complete)
+    if complete:
+        return Ratio(math.inf, f"out of memory with {_count(of, 'setting')}", complete)
     return Ratio(None, f"not measured{short if lines else ''}", False)
 
 

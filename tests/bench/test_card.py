@@ -368,7 +368,7 @@ def test_a_peer_is_beaten_where_all_of_its_settings_ran_out_of_memory(modules: d
     own, what = sft_line("qwen2.5-1.5b", "brimful-bf16", 300), "Qwen2.5-1.5B, all weights, 24 GiB"
     lines = [own, sft_line("qwen2.5-1.5b", "trl", 100, settings=8), without_memory("trl-tuned", "batch 4")]
     assert verdicts(modules["claims"], sft=lines)[what] == (
-        "brimful-bf16: 300 tokens/s, TRL × 3.00 (a setting: 100.0), tuned not measured, only 1 of 2 settings tried; 0 OOMs, predicted +1.0%, batch kept",
+        "brimful-bf16: 300 tokens/s, TRL × 3.00 (a setting: 100.0), tuned not measured, only 1 of 2 settings measured; 0 OOMs, predicted +1.0%, batch kept",
         "–",
     )
     lines.append(without_memory("trl-tuned", "batch 8"))
@@ -379,7 +379,12 @@ def test_a_peer_is_beaten_where_all_of_its_settings_ran_out_of_memory(modules: d
 def test_a_grid_that_was_cut_short_is_not_tuned(modules: dict[str, ModuleType]) -> None:
     lines = [sft_line("qwen2.5-0.5b", name, speed, settings=of) for name, speed, of in (("brimful", 300, 1), ("trl", 100, 4), ("trl-tuned", 250, 3))]  # fmt: skip
     measured, verdict = verdicts(modules["claims"], sft=lines)["Qwen2.5-0.5B, all weights, 24 GiB"]
-    assert "tuned × 1.20 (a setting: 250.0, only 1 of 3 settings tried)" in measured and verdict == "–"
+    assert "tuned × 1.20 (a setting: 250.0, only 1 of 3 settings measured)" in measured and verdict == "–"
+    others = [sft_line("qwen2.5-0.5b", "trl-tuned", 100, settings=3, setting=name) for name in ("batch 4", "batch 8")]
+    assert verdicts(modules["claims"], sft=[*lines, *others])["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "pass"
+    others[1] |= {"status": "error"}
+    del others[1]["tokens_per_s"]
+    assert verdicts(modules["claims"], sft=[*lines, *others])["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "–"
     lines[2]["tokens_per_s"] = 400
     assert verdicts(modules["claims"], sft=lines)["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "**fail**"
 

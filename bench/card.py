@@ -263,7 +263,7 @@ def smaller(command: list[str]) -> list[str]:
     """A dry run of the same command on any machine."""
     script = command[0]
     drop = {
-        "record.py": ("--width", "--rows", "--length", "--layers", "--memory-limit"), "serve.py": ("--memory-limit",), "estimate.py": ("--part",),
+        "record.py": ("--width", "--rows", "--length", "--layers", "--memory-limit"), "serve.py": ("--memory-limit",), "estimate.py": ("--part", "--seconds"),
     }.get(script, ())  # fmt: skip
     values = {
         "--warm-seconds": "0.3", "--seconds": "1", "--tuned-seconds": "0.3", "--steps": "6", "--rounds": "1", "--device": "cpu", "--clients": "4",

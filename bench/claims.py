@@ -626,7 +626,9 @@ def _estimate_summary(results: Results) -> str:
     import estimate
 
     found = [one for file in results.estimates for one in estimate.read_results(file)]
-    return estimate.show_summary(found, results.estimates[0]["limit_bytes"])
+    measured = sum(any(row.allocated for row in one.rows) for one in found)
+    begin = f"{len(found)} of {_count(suite_size(results), 'case')} traced, {measured} measured"
+    return f"{begin}\n{estimate.show_summary(found, results.estimates[0]['limit_bytes'])}"
 
 
 def _verdict(enough: Iterable[bool], *, complete: bool) -> bool | None:

@@ -237,14 +237,15 @@ def test_files_of_several_calls_become_one(modules: dict[str, ModuleType], tmp_p
 
 
 def test_a_dry_run_of_a_part_ends_in_the_table(tmp_path: Path) -> None:
-    words = ["record", "--tiny", "--output", tmp_path / "out", "--scratch", tmp_path / "scratch"]
+    words = ["record", "estimate-0", "--tiny", "--output", tmp_path / "out", "--scratch", tmp_path / "scratch"]
     done = subprocess.run(
         [sys.executable, BENCH / "card.py", *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "record: done after" in done.stdout and "| 17 | recording, of a step | ≤ 0.5 % | × " in done.stdout
     with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
-        assert {"record.json", "record.log", "parts.json", "section.md"} <= set(archive.getnames())
+        assert {"record.json", "record.log", "estimate-0.json", "parts.json", "section.md"} <= set(archive.getnames())
+    assert "### `bench/record.py`" in done.stdout and "### `bench/estimate.py`" in done.stdout
 
 
 # ---- The table --------------------------------------------------------------------------------------------------------

@@ -1,26 +1,30 @@
 """All that only a GPU can show, in three calls of less than ten minutes on one H200, and a table of what was to be shown.
 
-    python bench/card.py 1 --output $OUT                  the first call; then 2 and 3
-    python bench/card.py pretrain serve                   some parts, one after the other
-    python bench/card.py --report results-1.tgz …         one section of RESULTS.md from all calls
-    python bench/card.py --list                           parts and calls, with what each is expected to take
-    python bench/card.py --tiny learn                     small models, also on a CPU, to see that a part runs
+    bench/carry.sh pack                                   here, before the first call
+    python3 bench/card.py 1                               there, with .carry carried; then 2 and 3
+    python3 bench/card.py 3 --seconds 450                 where a call may take less than ten minutes: 30 s less than that
+    python3 bench/card.py pretrain serve                  some parts, one after the other
+    python3 bench/card.py --report results-1.tgz …        one section of RESULTS.md from all calls
+    python3 bench/card.py --list                          parts and calls, with what each is expected to take
+    python3 bench/card.py --tiny learn                    small models, also on a CPU, to see that a part runs
 
 **Nothing is timed beside anything else.** What is timed runs alone, one part after the other. Parts in brackets time nothing: they
 test, learn, compare losses or measure memory, so they share the GPU and the cores.
 
-    call 1, 550 s   tests that fill the card 20, pretrain 160, pretrain-hf 30, [other tests, learn, survive, losses, estimate] 260, causal 80
-    call 2, 535 s   sft 80, finetune-0.5b 95, finetune-1.5b 105, finetune-lora 100, finetune-qlora 110, record 45
-    call 3, 540 s   full 55, midrun 100, preference-qwen 90, preference-t5 70, serve 135, causal-full 90
+    call 1, 550 s   tests that fill the card 20, pretrain 160, pretrain-hf 30, causal 80, [other tests, learn, survive, losses, estimate] 260
+    call 2, 535 s   sft 80, record 45, finetune-0.5b 95, finetune-1.5b 105, finetune-lora 100, finetune-qlora 110
+    call 3, 540 s   full 55, serve 135, preference-t5 70, preference-qwen 90, causal-full 90, midrun 100
 
 The seconds are estimates (5 s of imports a process, 4 s to build T5 base, 8 s a plan, 35 s to compile, speeds as in RESULTS.md). In each
-call the figures that are worth most come first. A part that takes much longer than expected is ended, and so is what runs after
-`--seconds`; its lines so far count. What a call did not come to can be named in a later one. Parts share tokens, weights and compiled
-code in `--scratch`, except where the time to compile is a figure.
+call those come first that show most in their time, and what shares the GPU comes last: it takes what is left. A part that takes much
+longer than expected is ended, and so is what runs after `--seconds`; its lines so far count. What a call did not come to can be named in a
+later one, and each call ends with those cases of the estimate that none has measured. Parts share tokens, weights and compiled code in
+`--scratch`, except where the time to compile is a figure.
 
 Results go to `--output` (`$OUT`): `results.tgz`, written again every 15 seconds, has the benches' JSON lines, a log of each part and
 `section.md`: a table of what the issues say must be shown (`claims.py`), then the benches' tables. It is printed last, after the ends of
-the logs of parts that failed. Packages of the peers and the chat rows come from `bench/carry.sh`, which unpacks them first.
+the logs of parts that failed. Of a call that was cut off, `--report` makes it from the file. Packages of the peers and the chat rows come
+from `bench/carry.sh`; they are unpacked first.
 """
 
 import argparse
@@ -33,14 +37,18 @@ import tarfile
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / ".carry/chatlm/train_3k.parquet"
 ESTIMATE_CALLS = 6
-ROOM_GIB = 60
-"""What these may use of the card together, beside three trainings of 20 to 24 GiB."""
+ESTIMATE_SECONDS = 240
+"""After which they begin no further case. In half of it they trace, and then they measure."""
+ROOM_GIB = 50
+"""What these may use of the card together, beside three trainings of 20 to 24 GiB, and tests."""
 WHOLE_CARD = tuple(
     f"tests/planning/test_gpu.py::{name}"
     for name in (
@@ -51,6 +59,10 @@ WHOLE_CARD = tuple(
 """Tests that take all memory of the card, so nothing else can run beside them."""
 REPORT_S = 12.0
 """What the section takes, within the time of the call."""
+SAVE_EVERY_S = 15.0
+STUCK_S = 10.0
+"""A process that has been killed and is there this much later waits for a GPU that does not answer. Nothing waits for it."""
+OVER = "the time of the call was over"
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Part:
 
 
 def pytest(*paths: str) -> list[str]:
+    """Of files, not of folders: others in them need packages that a GPU machine lacks, and pytest then runs no test at all."""
     return ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml", "{results}/{part}.xml", *paths]
 
 
@@ -109,7 +122,7 @@ def preference(model: str, contestants: str, *more: str) -> list[str]:
 
 def serve(case: str, entries: str) -> list[str]:
     return ["serve.py", "--cases", case, "--entries", entries, "--clients", "64", "--device", "cuda", "--memory-limit", "20GiB",
-            "--new-tokens", "64", "--seconds", "5", "--warm-seconds", "2", "--output", "{results}/serve.jsonl"]  # fmt: skip
+            "--new-tokens", "64", "--seconds", "5", "--warm-seconds", "2", "--start-seconds", "60", "--output", "{results}/serve.jsonl"]  # fmt: skip
 
 
 def estimate(part: int) -> list[str]:
@@ -121,20 +134,24 @@ def estimate(part: int) -> list[str]:
         f"{part}/{ESTIMATE_CALLS}",
         "--room",
         "{scratch}/room",
+        "--seconds",
+        str(ESTIMATE_SECONDS),
         "--json",
         "{results}/{part}.json",
+        "--resume",
+        "{scratch}/{part}.json",
     ]
 
 
 SHARED = "{scratch}/compiled"
 PARTS: dict[str, Part] = {
-    "tests-whole-card": Part(20, [pytest("tests/memory", *WHOLE_CARD)]),
+    "tests-whole-card": Part(20, [pytest("tests/memory/test_gpu.py", *WHOLE_CARD)]),
     "pretrain": Part(160, [train("pretrain", "brimful", warm_s=24), train("pretrain", "brimful", "--seeds", "1,2")]),
     "pretrain-hf": Part(30, [train("pretrain,sft", "hf-tuned-32", "--per-process", "2")]),
-    "tests-packing": Part(120, [pytest("tests/packing")]),
-    "tests-planning": Part(110, [pytest("tests/planning", *(word for one in WHOLE_CARD for word in ("--deselect", one)))]),
-    "tests-step": Part(90, [pytest("tests/step")]),
-    "tests-training": Part(90, [pytest("tests/training", "tests/serving", "tests/molecules")]),
+    "tests-packing": Part(120, [pytest("tests/packing/test_gpu.py")]),
+    "tests-planning": Part(110, [pytest("tests/planning/test_gpu.py", *(word for one in WHOLE_CARD for word in ("--deselect", one)))]),
+    "tests-step": Part(90, [pytest("tests/step/test_gpu.py", "tests/step/test_graphs.py")]),
+    "tests-training": Part(90, [pytest(*(f"tests/{name}/test_gpu.py" for name in ("training", "serving", "molecules")))]),
     "learn": Part(235, [dpo("--learn", "--output", "{results}/learn.json"), dpo("--prepare")]),
     "survive": Part(235, [sft("llama-8b-lora", "real", "--survive", file="survive"), sft("qwen2.5-0.5b,qwen2.5-1.5b", "long", "--prepare")]),
     "losses": Part(260, [train("pretrain", "brimful-padded", "--seeds", "0,1,2", "--steps", "50", warm_s=100, file="losses"),
@@ -150,7 +167,7 @@ PARTS: dict[str, Part] = {
                          "--memory-limit", "40GiB", "--json", "{results}/record.json"]]),
     "full": Part(55, [train("full", "brimful", cache=SHARED)]),
     "midrun": Part(100, [["oom_midrun.py", "--recover", "--layout", "packed", "--json", "{results}/midrun.json"]]),
-    "preference-qwen": Part(90, [preference("qwen2.5-0.5b", "brimful,trl-tuned", "--most-settings", "3")]),
+    "preference-qwen": Part(90, [preference("qwen2.5-0.5b", "brimful,trl-tuned", "--most-settings", "3", "--steps", "20")]),
     "preference-t5": Part(70, [preference("t5", "brimful,two-models", "--most-settings", "2")]),
     "serve": Part(135, [serve("t5", "brimful,one"), serve("causal", "brimful,transformers,transformers-cb")]),
     "causal-full": Part(90, [train("causal-full", "brimful-compiled", cache=SHARED), train("causal-full", "hf-8,hf-compile-8", "--per-process", "2")]),
@@ -162,13 +179,15 @@ PARTS: dict[str, Part] = {
 }  # fmt: skip
 """The last ones are in no call: name them where there is time."""
 TESTS = ("tests-packing", "tests-planning", "tests-step", "tests-training")
+ESTIMATES = tuple(f"estimate-{part}" for part in range(ESTIMATE_CALLS))
 CALLS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (("tests-whole-card",), ("pretrain",), ("pretrain-hf",),
-     (*TESTS, "learn", "survive", "losses", *(f"estimate-{part}" for part in range(ESTIMATE_CALLS))), ("causal",)),
-    (("sft",), ("finetune-0.5b",), ("finetune-1.5b",), ("finetune-lora",), ("finetune-qlora",), ("record",)),
-    (("full",), ("midrun",), ("preference-qwen",), ("preference-t5",), ("serve",), ("causal-full",)),
+    (("tests-whole-card",), ("pretrain",), ("pretrain-hf",), ("causal",), (*TESTS, "learn", "survive", "losses", *ESTIMATES)),
+    (("sft",), ("record",), ("finetune-0.5b",), ("finetune-1.5b",), ("finetune-lora",), ("finetune-qlora",)),
+    (("full",), ("serve",), ("preference-t5",), ("preference-qwen",), ("causal-full",), ("midrun",)),
 )  # fmt: skip
 """Slots, one after the other. Parts of a slot run at the same time, so only those that time nothing share one."""
+LAST = ESTIMATES
+"""A slot at the end of each call, for the time that is left. They go on where they were."""
 
 
 class Running:
@@ -176,7 +195,9 @@ class Running:
 
     def __init__(self, name: str, folder: Path, scratch: Path, *, tiny: bool, others: bool) -> None:
         self.name, self.log, self.seconds, self.problem = name, folder / f"{name}.log", 0.0, ""
-        self.until = time.monotonic() + PARTS[name].most_s * (10 if tiny else 1)
+        self.started = time.monotonic()
+        self.until = self.started + PARTS[name].most_s * (10 if tiny else 1)
+        self._killed = float("inf")
         self._folder, self._scratch, self._tiny, self._others = folder, scratch, tiny, others
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
@@ -184,8 +205,8 @@ class Running:
         self.thread.start()
 
     def _run(self) -> None:
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix=f"card-{self.name}-") as own, self.log.open("w") as log:
+        folder = tempfile.TemporaryDirectory(prefix=f"card-{self.name}-", ignore_cleanup_errors=True)
+        with folder as own, self.log.open("w") as log:
             for command in PARTS[self.name].commands:
                 if self._ended:
                     break
@@ -193,21 +214,38 @@ class Running:
                 words = [word.format(**places) for word in (smaller(command) if self._tiny else command)]
                 if words[0].endswith(".py"):
                     words[0] = str(ROOT / "bench" / words[0])
+                # A group, to end it as a whole, and no session: those outlive a call that is cut off, beside what the next one times.
                 self._process = subprocess.Popen(
                     [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
-                    env=environment(self._scratch, others=self._others), start_new_session=True,
+                    env=environment(self._scratch, others=self._others), process_group=0,
                 )  # fmt: skip
                 if self._process.wait() and not self._ended:
                     self.problem = (
                         f"{command[0] if command[0] != '-m' else command[1]} ended with {self._process.returncode}"
                     )
-        self.seconds = time.monotonic() - started
+        self.seconds = time.monotonic() - self.started
 
     def end(self, why: str) -> None:
         """With everything that it started."""
-        self._ended, self.problem = True, self.problem or why
+        self._ended, self.problem = True, self.problem or f"it was ended: {why}"
+        self._killed = min(self._killed, time.monotonic())
         if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.thread.is_alive() or time.monotonic() > self._killed + STUCK_S
+
+    def facts(self) -> dict[str, object]:
+        """What is known of it in the results."""
+        if not self.thread.is_alive():
+            return {"seconds": self.seconds, "problem": self.problem, "tiny": self._tiny}
+        return {
+            "seconds": time.monotonic() - self.started,
+            "problem": self.problem or "it had not ended",
+            "tiny": self._tiny,
+        }
 
 
 def environment(scratch: Path, *, others: bool = False) -> dict[str, str]:
@@ -225,7 +263,7 @@ def smaller(command: list[str]) -> list[str]:
     """A dry run of the same command on any machine."""
     script = command[0]
     drop = {
-        "record.py": ("--width", "--rows", "--length", "--layers", "--memory-limit"), "serve.py": ("--memory-limit",), "estimate.py": ("--part",),
+        "record.py": ("--width", "--rows", "--length", "--layers", "--memory-limit"), "serve.py": ("--memory-limit",), "estimate.py": ("--part", "--seconds"),
     }.get(script, ())  # fmt: skip
     values = {
         "--warm-seconds": "0.3", "--seconds": "1", "--tuned-seconds": "0.3", "--steps": "6", "--rounds": "1", "--device": "cpu", "--clients": "4",
@@ -257,16 +295,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     args.scratch.mkdir(parents=True, exist_ok=True)
+    if not args.tiny and any((ROOT / ".carry").glob("*.whl")) and not (ROOT / ".carry/site").exists():
+        subprocess.run(
+            ["bash", str(ROOT / "bench/carry.sh"), "unpack"], env={**os.environ, "PYTHON": sys.executable}, check=True
+        )
     (args.scratch / "room").write_text(str(ROOM_GIB * 2**30))
     with tempfile.TemporaryDirectory(prefix="card-") as folder:
         done = run(slots, Path(folder), args)
         for part in done:
-            if part.problem:
+            if part.problem and OVER not in part.problem:
                 lines = part.log.read_text(errors="replace").splitlines()
                 print("\n".join([f"== {part.name}: {part.problem}", *(line[:300] for line in lines[-12:])]), flush=True)
         section = _section(Path(folder), args.scratch)
         (Path(folder) / "section.md").write_text(section)
-        _save(Path(folder), args.output)
+        _save(Path(folder), args.output, done)
         print(f"\n{section}", flush=True)
     return int(any(part.problem for part in done))
 
@@ -274,64 +316,76 @@ def main(argv: list[str] | None = None) -> int:
 def slots_of(what: list[str]) -> list[tuple[str, ...]]:
     """What runs, one slot after the other: those of the calls and the parts that are named, or everything."""
     slots: list[tuple[str, ...]] = []
-    for word in what or map(str, range(1, len(CALLS) + 1)):
+    words = what or [str(number) for number in range(1, len(CALLS) + 1)]
+    for word in words:
         if word.isdecimal() and 0 < int(word) <= len(CALLS):
             slots += CALLS[int(word) - 1]
         elif word in PARTS:
             slots.append((word,))
         else:
             raise KeyError(word)
-    return slots
+    return [*slots, LAST] if any(map(str.isdecimal, words)) else slots
 
 
 def run(slots: list[tuple[str, ...]], folder: Path, args: argparse.Namespace) -> list[Running]:
     until, saved, done = time.monotonic() + args.seconds - REPORT_S, time.monotonic(), list[Running]()
-    for slot in slots:
-        if time.monotonic() > until:
-            print(f"no time left for {', '.join(slot)}", flush=True)
-            continue
-        left = [Running(name, folder, args.scratch, tiny=args.tiny, others=len(slot) > 1) for name in slot]
-        done += left
-        while left:
-            time.sleep(0.2)
-            now = time.monotonic()
-            for part in left:
-                if now > min(until, part.until):
-                    part.end(
-                        "it was ended: " + ("the time of the call was over" if now > until else "it took too long")
+
+    def stop(*_: object) -> None:
+        nonlocal until
+        until = time.monotonic()
+
+    before = signal.signal(signal.SIGTERM, stop)  # whoever ends the call gets what there is
+    try:
+        for slot in slots:
+            if time.monotonic() > until:
+                print(f"no time left for {', '.join(slot)}", flush=True)
+                continue
+            left = [Running(name, folder, args.scratch, tiny=args.tiny, others=len(slot) > 1) for name in slot]
+            done += left
+            while left:
+                time.sleep(0.2)
+                now = time.monotonic()
+                for part in left:
+                    if now > min(until, part.until):
+                        part.end(OVER if now > until else "it took too long")
+                ended = [part for part in left if part.is_over]
+                for part in ended:
+                    facts, about = part.facts(), PARTS[part.name].about_s
+                    print(
+                        f"{part.name}: {facts['problem'] or 'done'} after {facts['seconds']:.0f} s, expected {about}",
+                        flush=True,
                     )
-            ended = [part for part in left if not part.thread.is_alive()]
-            for part in ended:
-                print(
-                    f"{part.name}: {part.problem or 'done'} after {part.seconds:.0f} s, expected {PARTS[part.name].about_s}",
-                    flush=True,
-                )
-            left = [part for part in left if part not in ended]
-            if ended or now - saved > 15:
-                parts = {
-                    part.name: {"seconds": part.seconds, "problem": part.problem, "tiny": args.tiny}
-                    for part in done
-                    if part not in left
-                }
-                (folder / "parts.json").write_text(json.dumps(parts))
-                _save(folder, args.output)
-                saved = now
+                left = [part for part in left if part not in ended]
+                if ended or now - saved > SAVE_EVERY_S:
+                    _save(folder, args.output, done)
+                    saved = now
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return done
 
 
 def _section(folder: Path, scratch: Path) -> str:
     """In a process of its own, which imports the benches."""
     command = [sys.executable, str(ROOT / "bench/claims.py"), str(folder)]
-    done = subprocess.run(command, env=environment(scratch), capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, env=environment(scratch), capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "claims.py did not end. Try: --report"
     return done.stdout + (done.stderr[-2000:] if done.returncode else "")
 
 
-def _save(folder: Path, output: Path) -> None:
-    with tarfile.open(output / "results.part", "w:gz") as archive:
-        for file in sorted(folder.iterdir()):
-            if file.is_file():
-                archive.add(file, file.name)
-    (output / "results.part").replace(output / "results.tgz")
+def _save(folder: Path, output: Path, parts: list[Running]) -> None:
+    """The files as they are now. Some change or go meanwhile, and that must not end the call, nor a disk that is full."""
+    with suppress(OSError):
+        (folder / "parts.json").write_text(json.dumps({part.name: part.facts() for part in parts}))
+        with tarfile.open(output / "results.part", "w:gz") as archive:
+            for file in sorted(one for one in folder.iterdir() if one.is_file()):
+                with suppress(FileNotFoundError):
+                    content = file.read_bytes()
+                    entry = tarfile.TarInfo(file.name)
+                    entry.size, entry.mtime = len(content), int(time.time())
+                    archive.addfile(entry, BytesIO(content))
+        (output / "results.part").replace(output / "results.tgz")
 
 
 def merge(archives: list[Path], folder: Path) -> None:
@@ -346,7 +400,7 @@ def merge(archives: list[Path], folder: Path) -> None:
                 if target.name == "parts.json" and target.exists():
                     content = json.dumps({**json.loads(target.read_text()), **json.loads(content)}).encode()
                 elif target.suffix == ".jsonl" and target.exists():
-                    content = target.read_bytes() + content
+                    content = target.read_bytes().rstrip() + b"\n" + content  # the last line may have been cut off
                 target.write_bytes(content)
 
 
@@ -356,6 +410,7 @@ def show_plan() -> str:
         total = sum(max(PARTS[name].about_s for name in slot) for slot in slots)
         lines.append(f"call {number}, about {total} s")
         lines += [f"  {' + '.join(slot)}: {max(PARTS[name].about_s for name in slot)} s" for slot in slots]
+        lines.append(f"  {' + '.join(LAST)}: what is left")
     planned = {name for slots in CALLS for slot in slots for name in slot}
     lines += ["in no call", *(f"  {name}: {part.about_s} s" for name, part in PARTS.items() if name not in planned)]
     return "\n".join(lines)

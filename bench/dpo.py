@@ -34,6 +34,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def prepare(model: str, folder: Path, chat_rows: Path, *, tiny: bool) -> None:
         import brimful
 
         run = folder / f"t5-run{'-tiny' if tiny else ''}"
+        shutil.rmtree(run, ignore_errors=True)  # of a call that was cut off
         task = Pretrain(LanguageOptions(model="chatlm-tiny" if tiny else "chatlm-base"))
         brimful.train(
             task,
@@ -130,11 +132,12 @@ def prepare(model: str, folder: Path, chat_rows: Path, *, tiny: bool) -> None:
 
 def _without_dropout(made: Path, target: Path) -> None:
     """TRL switches dropout off for DPO, and losses are comparable only without it."""
-    import shutil
-
-    shutil.copytree(made, target)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.0}))
+    draft = target.with_suffix(".part")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(made, draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "dropout_rate": 0.0}))
+    draft.rename(target)  # its presence says that it is complete
 
 
 def write_pairs(rows: list[tuple[str, str]], file: Path) -> None:
@@ -430,7 +433,7 @@ def _environment() -> dict[str, str]:
 
 def make_job(args: argparse.Namespace, folder: Path, output: Path, model: str, limit: int | None, contestant: str, setting: str, options: dict[str, Any]) -> dict[str, Any]:  # fmt: skip
     return {
-        "model": model, "limit_bytes": limit, "contestant": contestant, "setting": setting, "options": options, "seed": args.seed,
+        "model": model, "limit_bytes": limit, "contestant": contestant, "setting": setting, "settings": 1, "options": options, "seed": args.seed,
         "steps": args.steps, "seconds": args.seconds, "device": args.device, "tiny": args.tiny, "output": str(output),
         "global_batch": TINY_BATCH if args.tiny else GLOBAL_BATCH, "model_folder": str(model_folder(model, folder, args.tiny)),
         "store": store_note(model, folder, args.tiny).read_text(),
@@ -441,9 +444,10 @@ def _compete(
     args: argparse.Namespace, folder: Path, output: Path, model: str, limit: int | None, contestant: str
 ) -> None:
     """Its settings in one process while it lives."""
+    tried = settings(contestant)[: None if contestant in LADDERS else args.most_settings]
     left = [
-        make_job(args, folder, output, model, limit, contestant, setting, options)
-        for setting, options in settings(contestant)[: None if contestant in LADDERS else args.most_settings]
+        {**make_job(args, folder, output, model, limit, contestant, setting, options), "settings": len(tried)}
+        for setting, options in tried
     ]
     lines: list[dict[str, Any]] = []
     while left := still_needed(left, lines, LADDERS):
@@ -463,7 +467,7 @@ def _compete(
 
 def write_result(job: dict[str, Any], result: dict[str, Any]) -> None:
     """Append one line to the output, and say it in short on stderr."""
-    names = ("model", "limit_bytes", "contestant", "setting", "options", "seed", "tiny", "global_batch")
+    names = ("model", "limit_bytes", "contestant", "setting", "settings", "options", "seed", "tiny", "global_batch")
     with Path(job["output"]).open("a") as file:
         file.write(json.dumps({**{name: job[name] for name in names}, **result}) + "\n")
     speed = (
@@ -552,7 +556,9 @@ def _learn_sft(args: argparse.Namespace, folder: Path, _: Path) -> None:
     tiny = args.tiny
     model = ["--model", "chatlm-tiny" if tiny else "chatlm-base", "--freeze", "none"]
     steps = ["--max-steps", "160", "--lr", "3e-3"] if tiny else ["--epochs", str(args.epochs), "--lr", f"{SFT_RATE:g}", "--warmup", "5%"]  # fmt: skip
-    _brimful(args, "train", "sft", _learn_rows(args, folder), *model, "--run", str(folder / "learn-sft"), "--global-batch", "16" if tiny else "64", *steps)  # fmt: skip
+    run = folder / "learn-sft"
+    resume = ["--resume"] if (run / "events.jsonl").is_file() else []  # an earlier call was cut off, or did this part
+    _brimful(args, "train", "sft", _learn_rows(args, folder), *model, "--run", str(run), "--global-batch", "16" if tiny else "64", *steps, *resume)  # fmt: skip
 
 
 def _learn_rejects(args: argparse.Namespace, folder: Path, _: Path) -> None:

@@ -11,6 +11,7 @@ once without. Workspaces of cuBLAS are given back before each measurement, so th
 a prediction is fitted to the card.
 
 Calls side by side on one card share it (`--part`, `--room`): each waits until what it is about to measure fits beside the others.
+A call that was cut off, or was over after `--seconds`, is gone on with by one that has the same `--resume`.
 
 The size that an estimate would recommend for the card, or for `--limit`, runs two steps under that limit: it fits, or the
 estimate was wrong in the direction that matters.
@@ -45,6 +46,7 @@ from brimful.estimation.cards import find_card
 from brimful.estimation.fake_cuda import load_shim
 from brimful.estimation.step_memory import StepMemory
 from brimful.estimation.trace import TracedSetting
+from brimful.files import file_sha256, sha256, write_atomic
 from brimful.memory.context import StepContext
 from brimful.memory.layout import LAYOUTS
 from brimful.memory.oom import OutOfMemory, attempt
@@ -61,6 +63,9 @@ MOST_ROWS = 32768
 """No larger size is recommended here: the step would only take longer."""
 CONTEXT_BYTES = 2**30
 """What a process takes on the card beside torch's own memory."""
+OUT_OF_MEMORY = "out of memory"
+TRACING_SHARE = 0.5
+"""Of the time of a call that measures: what is traced and not measured shows nothing."""
 MOST_WAIT_S = 60.0
 """How long a measurement waits for others than these calls to leave the card; then it is tried all the same."""
 
@@ -110,6 +115,8 @@ class Result:
     """Rows, for the card or the limit."""
     recommended_fits: bool | None = None
     rows: list[Row] = field(default_factory=list)
+    done: bool = False
+    """Whether all that can be measured was."""
 
 
 class Bench:
@@ -120,6 +127,7 @@ class Bench:
         self.device = torch.device("cuda", 0)
         self.lengths, self.peers, self.accumulates = args.lengths, args.peers, args.micro_batches == 2
         self.room = None if args.room is None else Room(args.room)
+        self.attempts = 1 if self.room is None else 2  # others may have taken what was free a moment ago
         self.card = find_card(None) if self.measures else find_card("H200")
         self.limit = parse_bytes(args.limit, flag="limit") if args.limit else self.card.limit_bytes
 
@@ -140,13 +148,19 @@ class Bench:
     def measure_all(self, case: Case, result: Result) -> None:
         """All sizes of a case that was predicted, and the one that is recommended."""
         for row in result.rows:
-            with self.space(row.predicted_reserved):
-                self.measure(case, row)
-        if result.recommended:
+            for _ in range(self.attempts):
+                with self.space(row.predicted_reserved):
+                    self.measure(case, row)
+                if row.problem != OUT_OF_MEMORY:
+                    break
+        for _ in range(self.attempts if result.recommended else 0):
             with self.space(self.limit):
                 result.recommended_fits = self.runs(case, result.recommended)
+            if result.recommended_fits:
+                break
         if self.peers and result.rows:
             self.track(case, result)
+        result.done = True
 
     @contextmanager
     def space(self, wanted: int) -> Iterator[None]:
@@ -217,7 +231,7 @@ class Bench:
             done = attempt(work, self.device)
         except Exception as error:
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-        return "out of memory" if isinstance(done, OutOfMemory) else None
+        return OUT_OF_MEMORY if isinstance(done, OutOfMemory) else None
 
     def step(self, case: Case, rows: int) -> None:
         """Two optimizer steps of a new model, as they are traced."""
@@ -426,10 +440,30 @@ def show_summary(results: list[Result], limit: int) -> str:
 def show_files(files: list[Path]) -> str:
     """What several calls wrote with `--json`."""
     parts = [json.loads(file.read_text()) for file in files]
-    results = [
-        Result(**{**one, "rows": [Row(**row) for row in one["rows"]]}) for part in parts for one in part["results"]
-    ]
+    results = [one for part in parts for one in read_results(part)]
     return f"{show_measured(results)}\n\n{show_summary(results, parts[0]['limit_bytes'])}"
+
+
+def read_results(content: dict[str, Any]) -> list[Result]:
+    """Of what `--json` wrote."""
+    return [Result(**{**one, "rows": [Row(**row) for row in one["rows"]]}) for one in content["results"]]
+
+
+def _resumed(file: Path, about: dict[str, Any]) -> list[Result]:
+    """What an earlier call has, if the same code ran on the same card."""
+    if not file.is_file():
+        return []
+    content = json.loads(file.read_text())
+    if any(content.get(name) != about[name] for name in about if name != "date"):
+        return []
+    return read_results(content)
+
+
+def _source() -> str:
+    """Of all code that predicts and measures."""
+    root = Path(__file__).parents[1]
+    files = [*root.glob("src/brimful/**/*.py"), *root.glob("examples/*.py"), *root.glob("bench/estimate*.py")]
+    return sha256("".join(file_sha256(file) for file in sorted(files)))
 
 
 def _table(lines: list[tuple[str, ...]]) -> str:
@@ -465,6 +499,8 @@ def facts(bench: Bench) -> dict[str, Any]:
         "versions": versions,
         "micro_batches": 2 if bench.accumulates else 1,
         "faked": "cpu" if isinstance(load_shim(), str) else "cuda",
+        "source": _source(),
+        "cases": len(cases()),
     }
 
 
@@ -482,30 +518,34 @@ def main(argv: list[str] | None = None) -> int:
     if not chosen:
         _progress(f"--only {' '.join(args.only)} matches no case. Try: {', '.join(case.name for case in cases())}.")
         return 2
-    bench, results, start = Bench(args), list[Result](), time.perf_counter()
+    bench, start = Bench(args), time.perf_counter()
+    about = facts(bench)
+    results = {one.case: one for one in (_resumed(args.resume, about) if args.resume else ())}
+    trace_s = TRACING_SHARE * args.seconds if bench.measures else args.seconds
 
     def save() -> None:
-        if args.json:
-            content = {**facts(bench), "results": [asdict(one) for one in results]}
-            Path(args.json).write_text(json.dumps(content, indent=1))
+        content = json.dumps({**about, "results": [asdict(one) for one in results.values()]}, indent=1)
+        for file in filter(None, (args.json, args.resume)):
+            write_atomic(file, content)
 
-    for case in chosen:
-        if time.perf_counter() - start > args.seconds:
-            _progress(f"stopped after {args.seconds:.0f} s, before {case.name}")
+    for case in (case for case in chosen if case.name not in results):
+        if time.perf_counter() - start > trace_s:
+            _progress(f"stopped after {trace_s:.0f} s, before {case.name}")
             break
-        results.append(bench.predict(case))
-        _progress(f"{case.name}: {results[-1].problem or f'traced in {results[-1].trace_s:.1f} s'}")
+        result = results[case.name] = bench.predict(case)
+        _progress(f"{case.name}: {result.problem or f'traced in {result.trace_s:.1f} s'}")
         save()
-    for case, result in zip(chosen, results if bench.measures else (), strict=False):
+    for case in (case for case in chosen if bench.measures and case.name in results and not results[case.name].done):
         if time.perf_counter() - start > args.seconds:
             _progress(f"stopped after {args.seconds:.0f} s, before {case.name} was measured")
             break
-        bench.measure_all(case, result)
+        bench.measure_all(case, results[case.name])
         _progress(f"{case.name}: measured")
         save()
-    print(show_predicted(results) if args.trace_only else show_measured(results))
+    save()
+    print(show_predicted(results.values()) if args.trace_only else show_measured(results.values()))
     print()
-    print(show_summary(results, bench.limit))
+    print(show_summary(list(results.values()), bench.limit))
     return 0
 
 
@@ -526,7 +566,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--lengths", action="store_true", help="trace six sizes, as for a table of lengths, instead of three"
     )
     parser.add_argument("--peers", action="store_true", help="also run torch's MemTracker")
-    parser.add_argument("--seconds", type=float, default=3600, help="begin no case after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument(
         "--part", type=_part, default=(0, 1), help="every n-th case, such as 0/4, for several calls side by side"
     )
@@ -537,7 +577,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         help="with the bytes of the card that calls with the same file may use together",
     )
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print the table of what --json wrote")
-    parser.add_argument("--json", help="write everything into this file, after each case")
+    parser.add_argument("--json", type=Path, help="write everything into this file, after each case")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="write it there, too, and go on with what an earlier call wrote"
+    )
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,8 @@ counts in **requests/s** and **tokens/s** with the share of its stream, from the
 clients that began together also end together, and counting whole answers would depend on where the last second falls. **first** is the time
 from a request to its first piece of text, median and 95th percentile of all answers that count. **ratio** is
 tokens/s over those of `one` with as many clients. A server is a process of its own, under the cap of `--memory-limit` (torch's on the
-process); clients are coroutines in this one. Errors are counted, and an entry that cannot start is a result with its reason.
+process); clients are coroutines in this one. **transformers-cb** reserves its cache at the start, by itself a share of the whole card, so it is
+told that share of the cap (`CACHE_SHARE`). Errors are counted, and an entry that cannot start is a result with its reason.
 
 Needs fastapi and uvicorn for the servers, and not the packages of Brimful's command line.
 """
@@ -52,10 +53,12 @@ QUICK = {"t5": PRESETS["chatlm-tiny"], "causal": PRESETS["causal-tiny"]}
 ENTRIES = {"t5": ("brimful", "one"), "causal": ("brimful", "transformers", "transformers-cb", "one")}
 SPECIAL = 16
 """The first ids of a tokenizer are those of special tokens, with room to spare."""
+CACHE_SHARE = 0.8
+"""Of the cap, what continuous batching has for its cache; 0.8 to 0.9 of what is free is its default."""
+END_S = 5.0
+"""How long a server may take to end, which is not measured."""
 READ_ON_S = 4.0
 """How long clients read on when the time is over."""
-START_S = 120.0
-"""A server that does not answer after this many seconds has not started."""
 
 
 @dataclass
@@ -173,7 +176,9 @@ def _measure(entry: str, case: str, model: Path, options: argparse.Namespace) ->
     port = _free_port()
     process = _start(entry, model, port, options)
     try:
-        failed = _wait_for(process, port, entry) or _first_answer(port, model, options)
+        failed = _wait_for(process, port, entry, options.start_seconds) or _first_answer(port, model, options)
+        if failed and (words := _last_words(process)):
+            failed += f": {words}"
         for clients in options.clients:
             row = {"case": case, "entry": entry, "clients": clients, "device": options.device}
             if failed:
@@ -184,7 +189,7 @@ def _measure(entry: str, case: str, model: Path, options: argparse.Namespace) ->
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -219,11 +224,12 @@ def _start(entry: str, model: Path, port: int, options: argparse.Namespace) -> "
             "127.0.0.1",
         ]
         flags += ["--continuous-batching"] if entry == "transformers-cb" else []
-        share = f"import torch; torch.cuda.set_per_process_memory_fraction({parse_bytes(limit)} / torch.cuda.mem_get_info()[1])" if limit and options.device != "cpu" else ""  # fmt: skip
-        words = [
-            "-c",
-            f"{share}\nimport sys; sys.argv[1:] = {flags!r}\nfrom transformers.cli.transformers import app; app()",
-        ]
+        lines = ["import sys", f"sys.argv[1:] = {flags!r}"]
+        if limit and options.device != "cpu":
+            lines += ["import torch", f"share = {parse_bytes(limit)} / torch.cuda.mem_get_info()[1]", "torch.cuda.set_per_process_memory_fraction(share)"]  # fmt: skip
+            if entry == "transformers-cb":
+                lines.append(f"sys.argv += ['--cb-max-memory-percent', f'{{{CACHE_SHARE} * share:.4f}}']")
+        words = ["-c", "\n".join([*lines, "from transformers.cli.transformers import app", "app()"])]
     process = subprocess.Popen(
         [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
@@ -232,14 +238,12 @@ def _start(entry: str, model: Path, port: int, options: argparse.Namespace) -> "
     return process
 
 
-def _wait_for(process: Any, port: int, entry: str) -> str | None:
+def _wait_for(process: Any, port: int, entry: str, start_s: float) -> str | None:
     """Why the server did not start; None once it answers."""
-    end = time.monotonic() + START_S
+    end = time.monotonic() + start_s
     while time.monotonic() < end:
         if process.poll() is not None:
-            process.log.seek(0)
-            lines = [line.strip() for line in process.log.read().splitlines() if line.strip()]
-            return f"{entry} ended with {process.returncode}: {lines[-1][:120] if lines else ''}"
+            return f"{entry} ended with {process.returncode}"
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=2) as connection:
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -248,13 +252,19 @@ def _wait_for(process: Any, port: int, entry: str) -> str | None:
         except OSError:
             pass
         time.sleep(0.2)
-    return f"{entry} did not answer after {START_S:g} s"
+    return f"{entry} did not answer after {start_s:g} s"
+
+
+def _last_words(process: Any) -> str:
+    """Of its log, which may say why it did not answer. The server writes to this file, so it is opened again."""
+    lines = [line.strip() for line in Path(f"/proc/self/fd/{process.log.fileno()}").read_text().splitlines()]
+    return next((line[:160] for line in reversed(lines) if line), "")
 
 
 def _first_answer(port: int, model: Path, options: argparse.Namespace) -> str | None:
     """Why there is none; some servers read their model with the first request."""
     try:
-        asyncio.run(asyncio.wait_for(_ask(port, str(model), questions()[0], options.new_tokens), START_S))
+        asyncio.run(asyncio.wait_for(_ask(port, str(model), questions()[0], options.new_tokens), options.start_seconds))
     except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError) as error:
         return f"no first answer: {str(error)[:80] or type(error).__name__}"
     return None
@@ -410,6 +420,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--warm-seconds", type=float, default=10.0)
+    parser.add_argument(
+        "--start-seconds", type=float, default=120.0, help="a server has not started that does not answer after these"
+    )
     parser.add_argument("--output", type=Path, help="a .jsonl file that figures are appended to")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the table of such a file")
     parser.add_argument("--quick", action="store_true", help="tiny models, answers of 32 tokens, 5 s a point")

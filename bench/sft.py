@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UserError, in_one_line
+from brimful.files import FileLock
 from brimful.units import show_bytes
 from train import GRACE_S, KILL_S, _caps, _show_cap, _some_of, python_path, read_results, still_needed
 
@@ -153,7 +154,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(args: argparse.Namespace, folder: Path) -> None:
-    """Rows, tokens and weights, before anything is timed. In a process of its own, which leaves no memory on the GPU."""
+    """Rows, tokens and weights, before anything is timed. In a process of its own, which leaves no memory on the GPU.
+
+    Calls side by side share a folder, and models of one shape their weights, so one call writes at a time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "prepare.lock", wait=True):
+        _prepare_all(args, folder)
+
+
+def _prepare_all(args: argparse.Namespace, folder: Path) -> None:
     for model in args.models:
         for data in args.data:
             started = time.perf_counter()
@@ -173,7 +183,10 @@ def _compete(args: argparse.Namespace, folder: Path, output: Path) -> None:
                 for contestant in args.contestants:
                     tried = settings(contestant, model)[: args.most_settings if contestant in IN_GRID else None]
                     for setting in tried:
-                        job = _job(args, folder, output, model, data, limit, contestant, setting)
+                        job = {
+                            **_job(args, folder, output, model, data, limit, contestant, setting),
+                            "settings": len(tried),
+                        }
                         processes.setdefault(contestant if job["trainer"] == "brimful" else job["trainer"], []).append(
                             job
                         )
@@ -186,7 +199,7 @@ def _job(
 ) -> dict[str, Any]:  # fmt: skip
     name, trainer, options = setting
     return {
-        "model": model, "data": data, "limit_bytes": limit, "contestant": contestant, "setting": name, "trainer": trainer,
+        "model": model, "data": data, "limit_bytes": limit, "contestant": contestant, "setting": name, "settings": 1, "trainer": trainer,
         "options": options, "seed": args.seed, "steps": args.steps, "tiny": args.tiny, "device": args.device,
         "warm_seconds": args.tuned_seconds if contestant in IN_GRID else args.seconds, "seconds": args.most_seconds,
         "workers": args.workers, "folder": str(folder), "output": str(output), "compile_cache": str(args.compile_cache or ""),
@@ -477,7 +490,7 @@ def _losses_apart(calm: dict[str, Any], disturbed: dict[str, Any], weights: list
 
 def write_result(job: dict[str, Any], result: dict[str, Any]) -> None:
     """Append one line to the output, and say it in short on stderr."""
-    names = ("model", "data", "limit_bytes", "contestant", "setting", "trainer", "options", "seed", "tiny")
+    names = ("model", "data", "limit_bytes", "contestant", "setting", "settings", "trainer", "options", "seed", "tiny")
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with Path(job["output"]).open("a") as file:
         file.write(json.dumps({"date": date, **{name: job[name] for name in names}, **result}) + "\n")

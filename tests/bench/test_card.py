@@ -2,13 +2,17 @@
 
 import importlib
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +42,10 @@ def card(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> Mod
     def part(seconds: float, *more: list[str]) -> Any:
         return card.Part(1, [["-c", script.replace("{seconds}", str(seconds))], *more])
 
-    parts = {"first": part(0.1), "second": part(0.1), "one": part(0.6), "other": part(0.6), "slow": part(60), "broken": card.Part(1, [["-c", "raise SystemExit('no such thing')"]])}  # fmt: skip
+    parts = {"first": part(0.1), "second": part(0.1), "one": part(0.6), "other": part(0.6), "slow": part(60), "last": part(0.1), "broken": card.Part(1, [["-c", "raise SystemExit('no such thing')"]])}  # fmt: skip
     monkeypatch.setattr(card, "PARTS", parts)
     monkeypatch.setattr(card, "CALLS", ((("first",), ("one", "other"), ("second",)), (("slow",),)))
+    monkeypatch.setattr(card, "LAST", ("last",))
     monkeypatch.setattr(card, "_section", lambda *_: "the section")
     return card
 
@@ -60,8 +65,80 @@ def call(card: ModuleType, tmp_path: Path, *words: str) -> int:
 def test_parts_run_one_after_the_other_and_only_those_of_a_slot_together(card: ModuleType, tmp_path: Path) -> None:
     assert call(card, tmp_path, "1") == 0
     told = notes(tmp_path / "out")
-    assert told[:2] == ["first begins", "first ends"] and told[-2:] == ["second begins", "second ends"]
+    assert told[:2] == ["first begins", "first ends"] and told[6:8] == ["second begins", "second ends"]
     assert sorted(told[2:4]) == ["one begins", "other begins"]
+    assert told[8:] == ["last begins", "last ends"]
+
+
+def test_a_call_that_is_killed_leaves_what_there_was(
+    card: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(card, "SAVE_EVERY_S", 0.2)
+    left: list[Any] = []
+    end = card.Running.end
+
+    def look(part: Any, why: str) -> None:
+        if not left:
+            with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+                stream = archive.extractfile("parts.json")
+                assert stream is not None
+                left.extend([notes(tmp_path / "out"), json.loads(stream.read())["slow"]["problem"]])
+        end(part, why)
+
+    monkeypatch.setattr(card.Running, "end", look)
+    call(card, tmp_path, "first", "slow", "--seconds", str(card.REPORT_S + 3))
+    assert left == [["first begins", "first ends", "slow begins"], "it had not ended"]
+
+
+def test_a_call_that_is_told_to_end_writes_its_section(
+    card: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    monkeypatch.setitem(card.PARTS, "asks", card.Part(1, [["-c", script]]))
+    started, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    assert call(card, tmp_path, "asks", "first") == 1
+    assert time.monotonic() - started < 30 and signal.getsignal(signal.SIGTERM) == before
+    with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
+        assert {"section.md", "parts.json"} <= set(archive.getnames())
+
+
+def test_parts_belong_to_the_session_of_the_call(
+    card: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where calls are cut off, what has a session of its own runs on beside the next call."""
+    script = "import json, os; open('{results}/order.jsonl', 'w').write(json.dumps([os.getsid(0), os.getpgid(0)]))"
+    monkeypatch.setitem(card.PARTS, "tells", card.Part(1, [["-c", script]]))
+    assert call(card, tmp_path, "tells") == 0
+    [[session, group]] = notes(tmp_path / "out")
+    assert session == os.getsid(0) and group != os.getpgid(0)
+
+
+def test_nothing_waits_for_a_process_that_cannot_be_killed(
+    card: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    kill = os.killpg
+    monkeypatch.setattr(card.os, "killpg", lambda group, number: killed.append(group))
+    monkeypatch.setattr(card, "STUCK_S", 0.5)
+    started = time.monotonic()
+    try:
+        assert call(card, tmp_path, "slow", "--seconds", str(card.REPORT_S + 1)) == 1
+        assert killed and time.monotonic() - started < 30
+    finally:
+        kill(killed[0], signal.SIGKILL)
+
+
+def test_what_was_packed_is_unpacked_first(card: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("bench", ".carry"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(BENCH / "carry.sh", tmp_path / "bench")
+    with zipfile.ZipFile(tmp_path / ".carry/peer-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("peer.py", "name = 'a peer'\n")
+    monkeypatch.setattr(card, "ROOT", tmp_path)
+    script = "import json, peer; open('{results}/order.jsonl', 'w').write(json.dumps(peer.name))"
+    monkeypatch.setitem(card.PARTS, "imports", card.Part(1, [["-c", script]]))
+    assert call(card, tmp_path, "imports") == 0
+    assert notes(tmp_path / "out") == ["a peer"]
 
 
 def test_what_is_over_its_time_is_ended_with_its_results_and_the_rest_is_named(
@@ -119,6 +196,18 @@ def test_nothing_that_is_timed_has_anything_beside_it(modules: dict[str, ModuleT
     }  # of no table of speeds
 
 
+def test_all_tests_of_a_gpu_are_run_once_by_their_files(modules: dict[str, ModuleType]) -> None:
+    """A folder has files that need packages which a GPU machine lacks, and one of them ends the whole part."""
+    words = [word for part in modules["card"].PARTS.values() for command in part.commands if command[0] == "-m" for word in command]  # fmt: skip
+    named = [word for word in words if word.startswith("tests/") and "::" not in word]
+    tests = BENCH.parent / "tests"
+    marked = [
+        file for file in tests.rglob("test_*.py") if "pytest.mark.gpu" in file.read_text() and "bench" not in file.parts
+    ]
+    assert sorted(named) == sorted(str(file.relative_to(BENCH.parent)) for file in marked)
+    assert not [file for file in marked if "hypothesis" in file.read_text()]
+
+
 def test_every_flag_of_a_part_is_one_that_its_bench_has(modules: dict[str, ModuleType]) -> None:
     benches = {name: (BENCH / name).read_text() for name in ("train.py", "sft.py", "dpo.py", "serve.py", "record.py", "estimate.py", "oom_midrun.py")}  # fmt: skip
     for part in modules["card"].PARTS.values():
@@ -136,9 +225,9 @@ def test_files_of_several_calls_become_one(modules: dict[str, ModuleType], tmp_p
     for number, seconds in ((1, 10), (2, 20)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "train.jsonl").write_text(json.dumps({"number": number}) + "\n")
-        (folder / "parts.json").write_text(json.dumps({f"part-{number}": {"seconds": seconds}}))
-        modules["card"]._save(folder, folder)
+        (folder / "train.jsonl").write_text(json.dumps({"number": number}))  # and the newline is cut off
+        part = SimpleNamespace(name=f"part-{number}", facts=lambda seconds=seconds: {"seconds": seconds})
+        modules["card"]._save(folder, folder, [part])
         archives.append(folder / "results.tgz")
     merged = tmp_path / "merged"
     merged.mkdir()
@@ -148,14 +237,15 @@ def test_files_of_several_calls_become_one(modules: dict[str, ModuleType], tmp_p
 
 
 def test_a_dry_run_of_a_part_ends_in_the_table(tmp_path: Path) -> None:
-    words = ["record", "--tiny", "--output", tmp_path / "out", "--scratch", tmp_path / "scratch"]
+    words = ["record", "estimate-0", "--tiny", "--output", tmp_path / "out", "--scratch", tmp_path / "scratch"]
     done = subprocess.run(
         [sys.executable, BENCH / "card.py", *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "record: done after" in done.stdout and "| 17 | recording, of a step | ≤ 0.5 % | × " in done.stdout
     with tarfile.open(tmp_path / "out" / "results.tgz") as archive:
-        assert {"record.json", "record.log", "parts.json", "section.md"} <= set(archive.getnames())
+        assert {"record.json", "record.log", "estimate-0.json", "parts.json", "section.md"} <= set(archive.getnames())
+    assert "### `bench/record.py`" in done.stdout and "### `bench/estimate.py`" in done.stdout
 
 
 # ---- The table --------------------------------------------------------------------------------------------------------
@@ -179,13 +269,14 @@ def sft_line(model: str, contestant: str, speed: float, **more: Any) -> dict[str
     return {
         "model": model, "data": "long", "limit_bytes": 24 * GIB, "contestant": contestant, "setting": "a setting", "tokens_per_s": speed, "ooms": 0,
         "status": "ok", "error": "", "global_batch_kept": True, "prediction_error": 0.01, "loss": [5.0, 4.0], "steps": 2, "same_rows": True,
-        "wall_s": 1.0, "tiny": False, "rows_per_step": 64, **more,
+        "wall_s": 1.0, "tiny": False, "rows_per_step": 64, "settings": 1, **more,
     }  # fmt: skip
 
 
 def verdicts(claims: ModuleType, **files: Any) -> dict[str, tuple[str, str]]:
     """By claim that needs a GPU, what was measured and the verdict."""
     rows = [line.strip("| ").split(" | ") for line in claims.table(claims.Results(**files)).splitlines()[2:]]
+    assert not [row for row in rows if "could not be read" in row[3]]
     return {what: (measured, verdict) for _, what, _, measured, verdict in rows if verdict != "no GPU"}
 
 
@@ -256,16 +347,124 @@ def test_fine_tuning_needs_both_of_trls_figures_to_pass_and_one_to_fail(modules:
     lines += [{**sft_line("llama-8b-qlora", "brimful", 0), "status": "OOM", "error": "CUDA out of memory"}]
     del lines[-1]["tokens_per_s"]
     found = verdicts(modules["claims"], sft=lines)
-    assert (
-        found["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "pass"
-        and "× 3.00 TRL" in found["Qwen2.5-0.5B, all weights, 24 GiB"][0]
+    assert found["Qwen2.5-0.5B, all weights, 24 GiB"] == (
+        "brimful: 300 tokens/s, TRL × 3.00 (a setting: 100.0), tuned × 1.20 (a setting: 250.0); 0 OOMs, predicted +1.0%, batch kept",
+        "pass",
     )
     assert (
         found["Qwen2.5-1.5B, all weights, 24 GiB"][1] == "–"
-        and "not measured tuned" in found["Qwen2.5-1.5B, all weights, 24 GiB"][0]
+        and "tuned not measured" in found["Qwen2.5-1.5B, all weights, 24 GiB"][0]
     )
     assert found["8B LoRA, 24 GiB"][1] == "**fail**"
     assert found["8B QLoRA, 24 GiB"] == ("OOM: CUDA out of memory", "**fail**")
+
+
+def test_a_peer_is_beaten_where_all_of_its_settings_ran_out_of_memory(modules: dict[str, ModuleType]) -> None:
+    def without_memory(contestant: str, setting: str) -> dict[str, Any]:
+        line = sft_line(
+            "qwen2.5-1.5b", contestant, 0, status="OOM", error="CUDA out of memory", setting=setting, settings=2
+        )
+        return {name: value for name, value in line.items() if name != "tokens_per_s"}
+
+    own, what = sft_line("qwen2.5-1.5b", "brimful-bf16", 300), "Qwen2.5-1.5B, all weights, 24 GiB"
+    lines = [own, sft_line("qwen2.5-1.5b", "trl", 100, settings=8), without_memory("trl-tuned", "batch 4")]
+    assert verdicts(modules["claims"], sft=lines)[what] == (
+        "brimful-bf16: 300 tokens/s, TRL × 3.00 (a setting: 100.0), tuned not measured, only 1 of 2 settings measured; 0 OOMs, predicted +1.0%, batch kept",
+        "–",
+    )
+    lines.append(without_memory("trl-tuned", "batch 8"))
+    measured, verdict = verdicts(modules["claims"], sft=lines)[what]
+    assert "tuned out of memory with 2 settings" in measured and verdict == "pass"
+
+
+def test_a_grid_that_was_cut_short_is_not_tuned(modules: dict[str, ModuleType]) -> None:
+    lines = [sft_line("qwen2.5-0.5b", name, speed, settings=of) for name, speed, of in (("brimful", 300, 1), ("trl", 100, 4), ("trl-tuned", 250, 3))]  # fmt: skip
+    measured, verdict = verdicts(modules["claims"], sft=lines)["Qwen2.5-0.5B, all weights, 24 GiB"]
+    assert "tuned × 1.20 (a setting: 250.0, only 1 of 3 settings measured)" in measured and verdict == "–"
+    others = [sft_line("qwen2.5-0.5b", "trl-tuned", 100, settings=3, setting=name) for name in ("batch 4", "batch 8")]
+    assert verdicts(modules["claims"], sft=[*lines, *others])["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "pass"
+    others[1] |= {"status": "error"}
+    del others[1]["tokens_per_s"]
+    assert verdicts(modules["claims"], sft=[*lines, *others])["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "–"
+    lines[2]["tokens_per_s"] = 400
+    assert verdicts(modules["claims"], sft=lines)["Qwen2.5-0.5B, all weights, 24 GiB"][1] == "**fail**"
+
+
+def test_the_prediction_of_a_plan_counts_too(modules: dict[str, ModuleType]) -> None:
+    plan = {"layout": "packed", "ooms": 0, "predicted_peak_bytes": 103, "measured_peak_bytes": 100}
+    lines = [
+        train_line("pretrain", "brimful", 3000, prediction_error=None, plan=plan),
+        train_line("sft", "brimful", 3000),
+    ]
+    found = verdicts(modules["claims"], train=lines)
+    assert found["predicted peak of packed steps"] == ("at most +3.0% in 2 runs", "**fail**")
+    lines[0]["plan"] = {"layout": "packed", "ooms": 0}
+    found = verdicts(modules["claims"], train=lines)
+    assert found["predicted peak of packed steps"] == ("at most +0.4% in 1 run of 2", "–")
+
+
+def test_what_cannot_be_known_has_not_passed(modules: dict[str, ModuleType]) -> None:
+    calm = sft_line("llama-8b-lora", "survive, undisturbed", 1, setting="undisturbed", loss=[5.0, 4.0, 3.0])
+    rough = {**calm, "contestant": "survive, memory taken", "survived_ooms": 1, "loss": [5.0, float("nan"), 3.0]}
+    capped = sft_line("llama-8b-qlora", "brimful", 1, limit_bytes=12 * GIB)
+    own = {"case": "causal", "clients": 64, "entry": "brimful", "tokens_per_s": 900.0, "requests": 9, "errors": {}}
+    learn = {"accuracy": 0.95, "pairs": 100, "perplexity_change": 0.0}
+    files = {
+        "survive": [calm, rough], "sft_12gib": [capped], "serve": [own, {**own, "entry": "transformers", "tokens_per_s": 100.0}],
+        "learn": {"training": learn, "held back": learn}, "tests": {"tests-step": {"tests": 9, "failures": 0, "errors": 0, "skipped": 0}},
+    }  # fmt: skip
+    files["record"] = {"ratio": 1.001, "ratios": [0.98, 1.001, 1.03], "device": "A CARD"}
+    found = verdicts(modules["claims"], **files)
+    assert found["recording, of a step"] == ("× 1.0010 (0.9800 to 1.0300), A CARD", "–")
+    assert found["memory taken in the middle of an 8B LoRA run"][1] == "**fail**"
+    assert found["8B QLoRA"] == ("runs, – reserved, 0 OOMs", "–")
+    assert found["T5 after SFT, its own answers rejected"][1] == "–"
+    assert found["tests that need a GPU"] == (
+        "9 passed, 0 failed, 0 skipped; not tests-whole-card, tests-packing, tests-planning, tests-training",
+        "–",
+    )
+    what = "0.5 B causal, 64 clients, against `transformers serve`"
+    assert found[what] == ("× 9.00 (900 tokens/s, transformers-cb: not measured, transformers: 100)", "–")
+    files["serve"].append({"case": "causal", "clients": 64, "entry": "transformers-cb", "failed": "no first answer"})
+    assert verdicts(modules["claims"], **files)[what] == ("× 9.00 (900 tokens/s, transformers-cb: no first answer, transformers: 100)", "pass")  # fmt: skip
+    own["errors"] = {"HTTP/1.1 500": 2}
+    assert verdicts(modules["claims"], **files)[what][1] == "**fail**"
+
+
+def test_speeds_without_a_limit_are_not_those_in_the_same_memory(modules: dict[str, ModuleType]) -> None:
+    pair = {"model": "t5", "setting": "a setting", "settings": 1, "ooms": 0, "status": "ok"}
+    dpo = [{**pair, "contestant": "brimful", "limit_bytes": None, "pairs_per_s": 90.0}, {**pair, "contestant": "two-models", "limit_bytes": 20 * GIB, "pairs_per_s": 10.0}]  # fmt: skip
+    what = "T5 against two models in the same memory"
+    assert verdicts(modules["claims"], dpo=dpo)[what] == ("not measured", "–")
+
+
+def test_an_estimate_is_judged_by_its_whole_suite(modules: dict[str, ModuleType]) -> None:
+    row = {"case": "a", "expandable": True, "predicted_allocated": 101, "allocated": 100, "predicted_reserved": 101, "reserved": 100}  # fmt: skip
+    case = {"case": "a", "rows": [row] * 3, "recommended": 7, "recommended_fits": True, "done": True, "problem": ""}
+    one = {"cases": 2, "results": [case]}
+    found = verdicts(modules["claims"], estimates=[one])
+    assert found["estimated allocated bytes"] == (
+        "median 1.0%, 95th percentile 1.0% of 3 measurements in 1 of 2 cases",
+        "–",
+    )
+    assert found["recommended sizes"] == ("1 of 1 fitted, of 2 cases", "–")
+    other = {"cases": 2, "results": [{**case, "case": "b", "rows": [{**row, "case": "b"}], "recommended": 0, "recommended_fits": None}]}  # fmt: skip
+    found = verdicts(modules["claims"], estimates=[one, other])
+    assert found["estimated allocated bytes"][1] == found["recommended sizes"][1] == "pass"
+
+
+def test_what_was_cut_off_is_left_out_and_named(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps(train_line("pretrain", "brimful", 3000)) + '\n{"case": "sft", "ent'
+    )
+    (tmp_path / "estimate-0.json").write_text('{"results": [')
+    (tmp_path / "tests-step.xml").write_text("<testsuites><testsui")
+    (tmp_path / "record.json").write_text("{}")
+    (tmp_path / "serve.jsonl").write_text('{"of another": "kind"}\n')
+    claims = modules["claims"]
+    text = claims.section(claims.Results.read(tmp_path))
+    assert "| 3,000 rows/s (1 seed) |" in text and "Cut off: tests-step.xml, train.jsonl, estimate-0.json." in text
+    assert "could not be read: KeyError" in text and "could not be shown: KeyError" in text
 
 
 def test_memory_that_did_not_run_out_shows_nothing(modules: dict[str, ModuleType]) -> None:
@@ -302,13 +501,13 @@ def test_other_benches_have_their_verdicts(modules: dict[str, ModuleType]) -> No
         "taken_bytes": 4 * GIB,
         "loss": [5.0, 4.01],
     }
-    pair = {"limit_bytes": 20 * GIB, "setting": "a setting", "ooms": 0}
+    pair = {"limit_bytes": 20 * GIB, "setting": "a setting", "settings": 1, "ooms": 0, "status": "ok"}
     dpo = [
         {**pair, "model": "t5", "contestant": name, "pairs_per_s": speed}
         for name, speed in (("brimful", 30.0), ("two-models", 10.0), ("two-models", 16.0))
     ]
     serve = [
-        {"case": "t5", "clients": 64, "entry": name, "tokens_per_s": speed, "requests": 9}
+        {"case": "t5", "clients": 64, "entry": name, "tokens_per_s": speed, "requests": 9, "errors": {}}
         for name, speed in (("brimful", 600.0), ("one", 100.0))
     ]
     rows = [
@@ -323,32 +522,35 @@ def test_other_benches_have_their_verdicts(modules: dict[str, ModuleType]) -> No
     ] * 3
     found = verdicts(
         modules["claims"], survive=[calm, rough], dpo=dpo, serve=serve, record={"ratio": 1.001, "ratios": [1.0, 1.002], "device": "A CARD"},
-        estimates=[{"results": [{"case": "a", "rows": rows, "recommended": 7, "recommended_fits": False}]}],
-        learn={name: {"accuracy": 0.95, "pairs": 100, "perplexity_change": change} for name, change in (("training", 0.02), ("held back", -0.3))},
-        tests={"tests-step": {"tests": 9, "failures": 1, "errors": 0, "skipped": 2}}, parts={"tests-step": {}, "tests-packing": {}},
-        sft_12gib=[sft_line("llama-8b-qlora", "brimful", 1, reserved_bytes=11 * GIB)],
+        estimates=[{"cases": 1, "results": [{"case": "a", "rows": rows, "recommended": 7, "recommended_fits": False, "done": True, "problem": ""}]}],
+        learn={name: {"accuracy": 0.95, "pairs": 300, "perplexity_change": change} for name, change in (("training", 0.02), ("held back", -0.3))},
+        tests={"tests-step": {"tests": 9, "failures": 1, "errors": 0, "skipped": 2}},
+        sft_12gib=[sft_line("llama-8b-qlora", "brimful", 1, reserved_bytes=11 * GIB, limit_bytes=12 * GIB)],
     )  # fmt: skip
     assert (
         found["memory taken in the middle of an 8B LoRA run"][1] == "pass"
         and "2.5e-03 apart" in found["memory taken in the middle of an 8B LoRA run"][0]
     )
     assert found["T5 against two models in the same memory"] == (
-        "× 1.88; 30.0 pairs/s, 0 OOMs; two-models (a setting): 16.0",
+        "30.0 pairs/s, 0 OOMs; two-models × 1.88 (a setting: 16.0)",
         "**fail**",
     )
     assert found["T5, 64 clients, against one request at a time"] == ("× 6.00 (600 tokens/s, one: 100)", "pass")
     assert found["recording, of a step"][1] == "pass"
     assert found["estimated allocated bytes"] == (
-        "median 1.0%, 95th percentile 1.0% of 3 measurements in 1 case",
+        "median 1.0%, 95th percentile 1.0% of 3 measurements in 1 of 1 case",
         "pass",
     )
     assert found["estimated reserved bytes"][1] == "**fail**"
-    assert found["recommended sizes"] == ("0 of 1 fitted; not a (7 rows)", "**fail**")
+    assert found["recommended sizes"] == ("0 of 1 fitted; not a (7 rows), of 1 case", "**fail**")
     assert found["T5 after SFT, its own answers rejected"] == (
-        "0.950 of 100 pairs, 0.950 of 100 held back, perplexity -30.0%",
+        "0.950 of 300 pairs, 0.950 of 300 held back, perplexity -30.0%",
         "**fail**",
     )
-    assert found["tests that need a GPU"] == ("6 passed, 1 failed, 2 skipped; tests-packing did not end", "**fail**")
+    assert found["tests that need a GPU"] == (
+        "6 passed, 1 failed, 2 skipped; not tests-whole-card, tests-packing, tests-planning, tests-training",
+        "**fail**",
+    )
     assert found["8B QLoRA"] == ("runs, 11.00 GiB reserved, 0 OOMs", "pass")
 
 
@@ -375,6 +577,14 @@ def test_the_section_has_the_table_first_and_the_tables_of_the_benches(
         and "| hf, best of these: hf-32 |" in text
         and "`bench/serve.py`" not in text
     )
+
+
+def test_a_call_without_the_first_bench_names_its_device_too(modules: dict[str, ModuleType]) -> None:
+    claims = modules["claims"]
+    pair = {"model": "t5", "limit_bytes": 20 * GIB, "contestant": "brimful", "setting": "no setting", "settings": 1, "status": "OOM", "error": "", "ooms": 1, "tiny": False, "global_batch": 64, "device_name": "A CARD"}  # fmt: skip
+    survive = sft_line("llama-8b-lora", "survive, undisturbed", 1, device_name="A CARD", date="2026-11-21T01:00:00", versions={"torch": "2.11"})  # fmt: skip
+    text = claims.section(claims.Results(dpo=[pair], survive=[survive]))
+    assert text.startswith("## What must be shown: A CARD, 2026-11-21\n") and "`bench/card.py`; torch 2.11." in text
 
 
 def test_what_needs_no_gpu_is_in_the_table_with_folders_that_exist(modules: dict[str, ModuleType]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,3 +63,20 @@ def test_before_training_all_is_at_chance(dpo: ModuleType, folder: Path) -> None
     found = dpo.judge(model, model, folder / "pairs-tiny.jsonl", "cpu")
     assert found["accuracy"] == 0 and found["margin"] == 0 and found["perplexity_change"] == 0
     assert found["perplexity_before"] > 10
+
+
+def test_what_was_cut_off_while_it_learnt_or_was_prepared_is_gone_on_with(
+    dpo: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(dpo, "_brimful", lambda args, *words: commands.append(words))
+    args = argparse.Namespace(tiny=False, rows=folder / "rows.parquet", epochs=20)
+    dpo._learn_sft(args, tmp_path, tmp_path)
+    (tmp_path / "learn-sft").mkdir()
+    (tmp_path / "learn-sft/events.jsonl").touch()
+    dpo._learn_sft(args, tmp_path, tmp_path)
+    assert ["--resume" in words for words in commands] == [False, True]
+    shutil.copytree(folder / "t5-run-tiny", tmp_path / "t5-run-tiny", symlinks=True)
+    (tmp_path / "t5-model-tiny.part").mkdir()
+    dpo.prepare("t5", tmp_path, folder / "rows.parquet", tiny=True)
+    assert (tmp_path / "t5-model-tiny/config.json").is_file()

@@ -32,6 +32,24 @@ def test_cases_are_predicted_without_a_gpu(bench, tmp_path, capsys):
     assert "all-pairs" in capsys.readouterr().out
 
 
+def test_a_call_goes_on_where_another_was_cut_off(bench, tmp_path, monkeypatch, capsys):
+    traced, predict = [], bench.Bench.predict
+    monkeypatch.setattr(bench.Bench, "predict", lambda self, case: traced.append(case.name) or predict(self, case))
+
+    def call(*words):
+        traced.clear()
+        files = ["--resume", str(tmp_path / "kept.json"), "--json", str(tmp_path / "results.json")]
+        assert bench.main(["--trace-only", *files, *words]) == 0
+        return [one["case"] for one in json.loads((tmp_path / "results.json").read_text())["results"]]
+
+    pairs, speech = "all-pairs fused fp32", "whisper-tiny fused bf16 checkpointed"
+    assert call("--only", pairs, speech, "--seconds", "0") == traced == []
+    assert call("--only", pairs) == traced == [pairs]
+    assert call("--only", pairs, speech) == [pairs, speech] and traced == [speech]
+    monkeypatch.setattr(bench, "_source", lambda: "other code")
+    assert call("--only", pairs) == traced == [pairs]
+
+
 def test_without_a_gpu_nothing_is_measured(bench, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert bench.main(["--only", "unet"]) == 2 and "--trace-only" in capsys.readouterr().err

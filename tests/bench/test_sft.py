@@ -5,6 +5,8 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +42,7 @@ def folder(modules: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def job(folder: Path) -> dict[str, Any]:
     return {
-        "model": "qwen2.5-0.5b", "data": "real", "limit_bytes": None, "contestant": "brimful", "setting": "no setting",
+        "model": "qwen2.5-0.5b", "data": "real", "limit_bytes": None, "contestant": "brimful", "setting": "no setting", "settings": 1,
         "trainer": "brimful", "options": {"workers": 0}, "seed": 0, "steps": STEPS, "tiny": True, "device": "cpu",
         "warm_seconds": None, "seconds": 60.0, "workers": 0, "folder": str(folder), "output": str(folder / "out.jsonl"),
         "compile_cache": "",
@@ -185,3 +187,23 @@ def test_a_dry_run_of_the_script(folder: Path, tmp_path: Path) -> None:
                "--models", "qwen2.5-0.5b", "--contestants", "brimful,trl,unsloth", "--steps", "3", "--output", tmp_path / "o.jsonl"]  # fmt: skip
     done = subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, timeout=600)
     assert "qwen2.5-0.5b, long rows" in done.stdout and "| brimful" in done.stdout
+
+
+def test_calls_side_by_side_prepare_one_after_the_other(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share a folder: what one writes the other would read half."""
+    notes: list[str] = []
+
+    def prepare(args: Any, folder: Path) -> None:
+        notes.append("begins")
+        time.sleep(0.3)
+        notes.append("ends")
+
+    monkeypatch.setattr(modules["sft"], "_prepare_all", prepare)
+    calls = [threading.Thread(target=modules["sft"]._prepare, args=(None, tmp_path / "shared")) for _ in range(2)]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join()
+    assert notes == ["begins", "ends"] * 2

@@ -13,9 +13,12 @@ from brimful.data.store import Store
 from brimful.errors import BadData, BadModel, BadOption
 from brimful.task import IGNORED
 from brimful.tasks.causal_lm import CausalLM
+from brimful.tasks.chat_template import load_auto_tokenizer
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.model_folder import tokenizer_of
 from brimful.training.events import last_steps, read_events
 from tests.tasks.tiny import write_jsonl
+from tests.tasks.tiny_causal import talk
 
 RUN = {"device": "cpu", "workers": 0, "cache": False, "quiet": True, "schedule": "constant", "warmup": 0, "lr": 1e-3, "global_batch": 8}  # fmt: skip
 
@@ -258,14 +261,73 @@ def test_a_model_without_a_template_is_refused_before_anything_is_tokenized(caus
     assert "Assistant:" in (store.path / "tokenizer" / "chat_template.jinja").read_text()
 
 
+def noted(task, rows, folder):
+    """By name, the value and the reason of each choice of the plan."""
+    raw = write_jsonl(folder / "rows.jsonl", rows)
+    store = task.prepare(str(raw), folder, lambda phrase: None)
+    return {name: (value, reason) for name, _, value, reason in task.remarks(task.rows(store))}
+
+
+def test_the_plan_says_what_became_of_special_tokens_and_of_roles_out_of_order(causal, tmp_path):
+    talks = [talk("甲？", "[EOS]乙。"), talk("甲？", "乙。")[::-1], talk("甲？", "乙。"), talk("甲？[SEP]", "乙。")]
+    remarks = noted(sft(causal), [{"messages": one} for one in talks], tmp_path)
+    count, reason = remarks["special tokens read as letters"]
+    assert count == "2 rows" and reason.startswith("warning: ") and reason.endswith("rows.jsonl, line 1: [EOS]")
+    count, reason = remarks["roles out of order"]
+    assert count == "1 row" and reason.startswith("warning: ")
+    assert reason.endswith("rows.jsonl, line 2: the roles are assistant, user")
+
+
+def test_the_plan_says_that_texts_have_special_tokens(causal, tmp_path):
+    task = Pretrain(LanguageOptions(model=str(causal.model)))
+    count, reason = noted(task, [{"text": "甲"}, {"text": "甲[SEP]乙"}], tmp_path)["special tokens read as tokens"]
+    assert (
+        count == "1 row" and reason.startswith("as in transformers; ") and reason.endswith("rows.jsonl, line 2: [SEP]")
+    )
+
+
+def test_a_text_to_go_on_from_has_the_tokens_of_transformers(causal):
+    text = "[BOS]甲的花[SEP]"
+    assert tokenizer_of(causal.model).begin(text) == load_auto_tokenizer(causal.model)(text)["input_ids"]
+
+
 def test_two_lengths_are_refused(causal):
     with pytest.raises(BadOption, match="a row of a causal model is one sequence. Try: 576"):
         sft(causal, max_tokens="256,320")
 
 
+def test_more_tokens_than_a_table_of_positions_has_are_refused(causal, tmp_path):
+    from tests.tasks.tiny_causal import make_causal
+
+    for kind, refused in (("gpt2", True), ("llama", False)):
+        folder = tmp_path / kind
+        make_causal(kind, causal.template.vocab_size).save_pretrained(folder)
+        if refused:
+            with pytest.raises(
+                BadOption, match="max_tokens=600 is more than the 512 positions that this gpt2 model.* Try: 512"
+            ):
+                Pretrain(LanguageOptions(model=str(folder), max_tokens=600))
+        else:
+            assert Pretrain(LanguageOptions(model=str(folder), max_tokens=600)).max_tokens == (600,)
+
+
+def test_rows_beyond_the_positions_a_model_was_made_for_are_a_warning(causal, tmp_path):
+    task = Pretrain(LanguageOptions(model=str(causal.model), max_tokens=2000))
+    _, reason = noted(task, [{"text": "红色的花，" * 400}], tmp_path)["max_tokens"]
+    assert reason.endswith("warning: the model was made for 512 positions")
+
+
 def test_a_frozen_part_that_there_is_not_is_refused(causal):
     with pytest.raises(BadOption, match="freeze='encoder' is not a part of a qwen2 model. Try: embeddings, none"):
         sft(causal, freeze="encoder")
+
+
+def test_a_model_that_is_saved_again_is_read_again(causal, tmp_path):
+    from tests.tasks.tiny_causal import make_causal
+
+    for layers in (1, 2):
+        make_causal(vocab_size=causal.template.vocab_size, num_hidden_layers=layers).save_pretrained(tmp_path)
+        assert Sft(SftOptions(model=str(tmp_path))).config.num_hidden_layers == layers
 
 
 def test_missing_shards_are_named(causal, tmp_path):

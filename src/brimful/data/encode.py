@@ -56,6 +56,18 @@ class Drop:
     """Whether it counts as broken: then it is an error unless `max_bad` allows it. Otherwise it is only counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that the owner of the rows should know of one that is kept."""
+
+    row: int
+    """Its place in the batch, from 0."""
+    reason: str
+    """It is counted under this."""
+    message: str
+    """What there is in this row."""
+
+
 @dataclass(slots=True)
 class EncodedRows:
     """Rows as tokens, one after the other. Lists have one entry per field of tokens (spans are none)."""
@@ -68,6 +80,8 @@ class EncodedRows:
     """Rows of the batch that are in here: fewer than `lengths` has where one row gives several."""
     drops: list[Drop] = dataclasses.field(default_factory=list)
     """All other rows of the batch."""
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    """On rows that are kept, at most one for each row and reason."""
     truncated: list[int] = dataclasses.field(default_factory=list)
     """Rows that were too long."""
     lost_tokens: list[int] = dataclasses.field(default_factory=list)
@@ -97,15 +111,17 @@ class EncodedRows:
         def total(name: str) -> list[int]:
             return [sum(values) for values in zip(*(getattr(part, name) for part in parts), strict=True)]
 
-        drops, first = [], 0
+        drops, notes, first = [], [], 0
         for part in parts:
             drops += [dataclasses.replace(drop, row=drop.row + first) for drop in part.drops]
+            notes += [dataclasses.replace(note, row=note.row + first) for note in part.notes]
             first += part.rows_used + len(part.drops)
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.lengths for part in parts]),
             sum(part.rows_used for part in parts),
             drops,
+            notes,
             *(total(name) for name in ("truncated", "lost_tokens", "characters")),
         )
 

@@ -29,7 +29,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.data.encode import EMPTY, PIECES_IN_FLIGHT, Drop, EncodedRows, Encoder, RowEncoder, in_pieces, piece_size
+from brimful.data.encode import (
+    EMPTY,
+    PIECES_IN_FLIGHT,
+    Drop,
+    EncodedRows,
+    Encoder,
+    Note,
+    RowEncoder,
+    in_pieces,
+    piece_size,
+)
 from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, part_folder, read_ahead
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, Source, open_source
@@ -56,6 +66,8 @@ BROKEN = "broken"
 """The reason for a row that cannot be read."""
 THREADS = 2
 """Threads that encode: while one turns its ids into an array, the cores work for the other."""
+NOTES = "notes.json"
+"""In a store: by reason, how many rows there is something to know of, and the first."""
 _PROGRESS_FILE = "progress.json"
 _LENGTHS_AT_ONCE = 100_000
 _IN_WORDS = {BROKEN: "broken", EMPTY: "with an empty field"}
@@ -131,6 +143,23 @@ class FieldStats:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowNotes:
+    """Rows that are kept, with something that their owner should know."""
+
+    rows: int
+    first: str
+    """The first: file, line and what there is in it."""
+
+    @classmethod
+    def read(cls, store: Path) -> "dict[str, RowNotes]":
+        """Those of a store, by reason. They tell nothing that training needs, so there are none if the file is damaged."""
+        try:
+            return {reason: cls(**one) for reason, one in json.loads((store / NOTES).read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeReport:
     """The result of `tokenize`. `rows_in + rows_added` is `rows_out` plus everything in `dropped`."""
@@ -143,6 +172,8 @@ class TokenizeReport:
     dropped: dict[str, int]
     first_dropped: dict[str, str] = dataclasses.field(default_factory=dict)
     """By reason, the first row that was dropped for it: file, line and what is wrong with it."""
+    notes: dict[str, RowNotes] = dataclasses.field(default_factory=dict)
+    """By reason, rows that are in the store and whose owner should know something."""
     fields: dict[str, FieldStats]
     """Fields of tokens: all of the store but the spans."""
     layout_reason: str
@@ -229,6 +260,8 @@ class Counts:
     dropped: dict[str, int] = dataclasses.field(default_factory=lambda: {BROKEN: 0, EMPTY: 0})
     first_dropped: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     """By reason: file, line and message of the first row."""
+    notes: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """By reason: how many rows, and file, line and message of the first."""
     bad: int = 0
     """Rows that could not be read or were refused."""
     first_bad: list[Any] | None = None
@@ -244,6 +277,9 @@ class Counts:
         for reason, problem in dropped_rows(chunk, encoded):
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             self.first_dropped.setdefault(reason, [problem.file, problem.line, problem.message])
+        for note in encoded.notes:
+            first = named(chunk, note)
+            self.notes.setdefault(note.reason, [0, first.file, first.line, first.message])[0] += 1
         for name in ("truncated", "lost_tokens", "characters"):
             new = getattr(encoded, name)
             total = getattr(self, name) or [0] * len(new)
@@ -253,12 +289,12 @@ class Counts:
 def dropped_rows(chunk: Chunk, encoded: EncodedRows) -> Iterator[tuple[str, RowProblem]]:
     """The rows of a chunk that an encoder cannot use or was not given, with their reasons."""
     yield from ((BROKEN, problem) for problem in chunk.broken)
-    yield from ((drop.reason, _named(chunk, drop)) for drop in encoded.drops)
+    yield from ((drop.reason, named(chunk, drop)) for drop in encoded.drops)
 
 
-def _named(chunk: Chunk, drop: Drop) -> RowProblem:
-    """Where a dropped row is."""
-    return RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
+def named(chunk: Chunk, one: Drop | Note) -> RowProblem:
+    """Where a row is that an encoder says something about."""
+    return RowProblem(chunk.file, int(chunk.lines[one.row]), one.message or one.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +379,12 @@ class _Job:
         )  # fmt: skip
         if meta.rows != counts.rows_out or counts.rows_used != counts.rows_in - sum(counts.dropped.values()):
             raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
+        if notes := self._notes():
+            write_atomic(self.part / NOTES, json.dumps({reason: asdict(one) for reason, one in notes.items()}))
         return meta
+
+    def _notes(self) -> dict[str, RowNotes]:
+        return {reason: RowNotes(one[0], str(RowProblem(*one[1:]))) for reason, one in self.counts.notes.items()}
 
     def report(self, store: Store, seconds: float) -> TokenizeReport:
         counts, meta, layout = self.counts, store.meta, self.source.layout
@@ -359,7 +400,7 @@ class _Job:
         }  # fmt: skip
         return TokenizeReport(
             store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, rows_added=meta.rows - counts.rows_used,
-            dropped=counts.dropped, first_dropped=first, fields=fields, layout_reason=layout.reason,
+            dropped=counts.dropped, first_dropped=first, notes=self._notes(), fields=fields, layout_reason=layout.reason,
             requested_max_tokens=self.options.max_tokens if isinstance(self.encoder, Encoder) else self.max_tokens, first_broken=first.get(BROKEN),
             sources=len(self.source.files), skipped=self.source.skipped, tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
             seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
@@ -396,7 +437,7 @@ class _Job:
     def _write(self, item: tuple[Chunk, EncodedRows]) -> tuple[int, int]:
         """Add one chunk to the files and the counts, in one thread. Returns rows and bytes of the source read so far."""
         chunk, encoded = item
-        self.bad_rows.add(chunk, refused=[_named(chunk, drop) for drop in encoded.drops if drop.refused])
+        self.bad_rows.add(chunk, refused=[named(chunk, drop) for drop in encoded.drops if drop.refused])
         if not self.counts.chunks:
             self._check_space(chunk, encoded)
         self.counts.add(chunk, encoded)

@@ -19,7 +19,7 @@ from brimful.data.check import Duplicates, read_progress, row_hashes
 from brimful.data.read.files import RowProblem
 from brimful.data.read.source import Source, check_max_bad, holds_preferences, open_source
 from brimful.data.store import trained
-from brimful.data.tokenize import dropped_rows
+from brimful.data.tokenize import RowNotes, dropped_rows, named
 from brimful.errors import BadOption
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.token_stores import causal_encoder
@@ -67,6 +67,8 @@ class RowsReport:
     dropped: dict[str, int]
     problems: dict[str, tuple[RowProblem, ...]]
     """By reason, the first rows with different messages."""
+    notes: dict[str, RowNotes]
+    """By reason, rows that are used and whose owner should know something."""
     repeated: int
     """Rows that are equal to an earlier one. They are trained on."""
     first_repeated: RowProblem | None
@@ -122,6 +124,7 @@ def check_rows(
     repeated = Duplicates(host_limit_bytes=limit)
     dropped: Counter[str] = Counter()
     problems: dict[str, dict[str, RowProblem]] = {}
+    notes: dict[str, RowNotes] = {}
     lengths: list[npt.NDArray[np.int32]] = []
     examples: list[tuple[Piece, ...]] = []
     rows_in = tokens = trained_tokens = truncated = lost = refused = 0
@@ -135,6 +138,9 @@ def check_rows(
             first = problems.setdefault(reason, {})
             if len(first) < EXAMPLES:
                 first.setdefault(problem.message, problem)
+        for note in encoded.notes:
+            known = notes.get(note.reason) or RowNotes(0, str(named(chunk, note)))
+            notes[note.reason] = RowNotes(known.rows + 1, known.first)
         place = 0
         for sizes in encoded.lengths.tolist():
             edges = np.cumsum([place, *sizes])
@@ -163,7 +169,7 @@ def check_rows(
         max_tokens=task.max_tokens,
         rows_in=rows_in, rows_out=len(every), dropped=dict(dropped),
         problems={reason: tuple(first.values()) for reason, first in problems.items()},
-        repeated=count, first_repeated=RowProblem(*places[0], "came before") if places else None, tokens=tokens,
+        notes=notes, repeated=count, first_repeated=RowProblem(*places[0], "came before") if places else None, tokens=tokens,
         trained_tokens=trained_tokens, truncated=truncated, lost_tokens=lost, lengths=_summary(every),
         packing=None if pairs else _packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
         seconds=time.monotonic() - started,

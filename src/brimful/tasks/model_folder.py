@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brimful.data.tokenizer.folder import MODEL_FILE, TokenizerFacts, load_tokenizer
-from brimful.errors import BadCheckpoint, BadData, BadModel, DoesNotFit, in_one_line
+from brimful.errors import BadCheckpoint, BadData, BadModel, BadRun, DoesNotFit, in_one_line
 from brimful.task import not_finite
 from brimful.training.checkpoint import MANIFEST, Checkpoint, Checkpoints, Manifest, Newest
 from brimful.training.run import RunFolder
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+ORIGIN = "brimful_model.json"
+"""In an exported folder: the task that trained the model."""
 INDEX = "model.safetensors.index.json"
 GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How the names of classes end that write text; one for masked words or labels has others."""
@@ -70,6 +72,17 @@ def run_of(model: Path) -> RunFolder | None:
     parents = model.resolve().parents  # RUN/checkpoints/step-…/model
     run = RunFolder(parents[2]) if len(parents) > 2 and parents[1].name == "checkpoints" else None
     return run if run is not None and run.request_file.is_file() else None
+
+
+def trained_by(model: Path) -> str | None:
+    """The task that trained the model of a folder from `resolve`: that of its run, or of the run that it was exported from; None
+    if nothing is known."""
+    with suppress(BadRun, OSError, ValueError, AttributeError, RecursionError):
+        if (run := run_of(model)) is not None:
+            return run.read_request().task
+        task = json.loads((model / ORIGIN).read_text(encoding="utf-8")).get("task")
+        return task if isinstance(task, str) else None
+    return None
 
 
 def read_config(path: str | Path) -> Any:

@@ -260,10 +260,14 @@ class Pretrain(Task):
         if self._has_other_tokenizer(store):
             problems.append(f"it was made with another tokenizer than {self.source}")
         if problems:
-            made_by = f"made by `brimful data tokenizer --model {self.options.model or self.default_model}`"
+            model = self.options.model or self.default_model
             raise BadData(
-                f"{data} cannot train {self.name}: {' and '.join(problems)}. "
-                f"Try: the raw files, or rows tokenized with the tokenizer {made_by if self.source is None else self.source}."
+                f"{data} cannot train {self.name}: {' and '.join(problems)}. Try: the raw files, or "
+                + (
+                    f"`brimful data tokenize FILES --model {model} --output STORE`."
+                    if self.source is not None
+                    else f"rows tokenized with the tokenizer made by `brimful data tokenizer --model {model}`."
+                )
             )
         return store
 

@@ -243,7 +243,7 @@ def _find_tokenizer(
         return _new_tokenizer(task, data, folder, progress)
     if task.options.chat_template is None:
         return Path(tokenizer)
-    return _with_template(Path(tokenizer), task.options.chat_template, folder)
+    return with_template(Path(tokenizer), task.options.chat_template, folder)
 
 
 def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object]) -> Path:
@@ -267,12 +267,12 @@ def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable
     if task.preset.causal:
         write_template(output, CHAT_TEMPLATE)
         if task.options.chat_template is not None:
-            return _with_template(output, task.options.chat_template, folder)
+            return with_template(output, task.options.chat_template, folder)
     progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
     return output
 
 
-def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
+def with_template(tokenizer: Path, template: str, folder: Path) -> Path:
     """A copy of the tokenizer with another chat template, which is then saved with the store and with the model."""
     from brimful.tasks.chat_template import ChatTemplate
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -17,10 +18,13 @@ from brimful.tasks.chat_template import load_auto_tokenizer
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
 from brimful.tasks.model_folder import tokenizer_of
 from brimful.training.events import last_steps, read_events
-from tests.tasks.tiny import write_jsonl
-from tests.tasks.tiny_causal import talk
+from tests.tasks.pair_runs import Kill
+from tests.tasks.tiny import save, write_jsonl
+from tests.tasks.tiny_causal import make_causal, talk
+from tests.training import runs
 
 RUN = {"device": "cpu", "workers": 0, "cache": False, "quiet": True, "schedule": "constant", "warmup": 0, "lr": 1e-3, "global_batch": 8}  # fmt: skip
+STEADY = {"deterministic": True, "memory_limit": "256MiB", "layout": "packed"}
 
 
 def sft(causal, **options):
@@ -96,13 +100,24 @@ def test_a_run_short_of_memory_has_the_losses_of_one_that_is_not(causal, tmp_pat
     assert plan["micro_batch"] < 8
 
 
-def test_a_resumed_run_ends_with_the_same_bits(causal, tmp_path):
-    task, steady = sft(causal), {"deterministic": True, "memory_limit": "256MiB"}
-    train(task, causal.raw, tmp_path / "run", max_steps=2, **steady)
-    train(task, causal.raw, tmp_path / "run", resume=True, **steady)
-    train(task, causal.raw, tmp_path / "undisturbed", **steady)
+def killed_in_step_3(model, data, run):
+    """For a process of its own."""
+    train(Sft(SftOptions(model=model)), data, run, hooks=[Kill(3)], save_every=2, **STEADY)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3_text", "mistral"])
+def test_a_run_that_was_killed_and_resumed_ends_with_the_same_bits(causal, tmp_path, kind):
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
+    model = save(make_causal(kind, causal.template.vocab_size, **ids), tmp_path / "model", causal.tokenizer)
+    process = runs._begin(killed_in_step_3, str(model), str(causal.raw), tmp_path / "run")
+    assert runs.finish([process]) == [-signal.SIGKILL]
+    task = Sft(SftOptions(model=str(model)))
+    train(task, causal.raw, tmp_path / "run", resume=True, save_every=2, **STEADY)
+    train(task, causal.raw, tmp_path / "undisturbed", **STEADY)
+    resumed = [event["step"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "resume"]
+    assert resumed == [2] and runs.losses(tmp_path / "run") == runs.losses(tmp_path / "undisturbed")
     first, second = weights(tmp_path / "run"), weights(tmp_path / "undisturbed")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first | second)
 
 
 def test_three_rows_are_shown_when_a_run_begins(whole):
@@ -297,8 +312,6 @@ def test_two_lengths_are_refused(causal):
 
 
 def test_more_tokens_than_a_table_of_positions_has_are_refused(causal, tmp_path):
-    from tests.tasks.tiny_causal import make_causal
-
     for kind, refused in (("gpt2", True), ("llama", False)):
         folder = tmp_path / kind
         make_causal(kind, causal.template.vocab_size).save_pretrained(folder)
@@ -323,8 +336,6 @@ def test_a_frozen_part_that_there_is_not_is_refused(causal):
 
 
 def test_a_model_that_is_saved_again_is_read_again(causal, tmp_path):
-    from tests.tasks.tiny_causal import make_causal
-
     for layers in (1, 2):
         make_causal(vocab_size=causal.template.vocab_size, num_hidden_layers=layers).save_pretrained(tmp_path)
         assert Sft(SftOptions(model=str(tmp_path))).config.num_hidden_layers == layers
@@ -352,8 +363,6 @@ def test_code_of_a_model_is_never_run(causal, tmp_path):
 
 
 def test_frozen_embeddings_leave_a_head_of_its_own_to_train(causal, tmp_path):
-    from tests.tasks.tiny_causal import make_causal
-
     make_causal(vocab_size=causal.template.vocab_size, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     model = Sft(SftOptions(model=str(tmp_path / "model"), freeze="embeddings")).model()
     assert not model.get_input_embeddings().weight.requires_grad and model.get_output_embeddings().weight.requires_grad

@@ -40,6 +40,8 @@ LONG_CHARACTERS = 2**18
 
 EMPTY = "empty"
 """The reason for a row with a field that has no text or no token."""
+READ_AS_LETTERS = "special tokens read as letters"
+"""The reason of a note on a row that contains such letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,8 @@ class Encoder:
     """By field, whether truncation removes the beginning instead of the end."""
     eos_id: int
     dtype: str
+    special: tuple[str, ...] = ()
+    """Special tokens whose letters are worth a note: they are encoded as letters."""
 
     @property
     def key(self) -> str:
@@ -184,8 +188,24 @@ class Encoder:
         encoded.drops = [
             Drop(row, EMPTY, "a field is empty") for row in np.setdiff1d(np.arange(rows.num_rows), places).tolist()
         ]
+        encoded.notes = self._notes(kept, places)
         encoded.characters = [pc.sum(pc.utf8_length(column)).as_py() or 0 for column in kept.columns]
         return encoded
+
+    def _notes(self, rows: pa.RecordBatch, places: npt.NDArray[np.int64]) -> list[Note]:
+        """On rows with the letters of a special token."""
+        if not self.special:
+            return []
+        pattern = "|".join(rf"\Q{token}\E" for token in self.special)
+        found = np.zeros(rows.num_rows, dtype=bool)
+        for column in rows.columns:
+            found |= column_numbers(pc.match_substring_regex(column, pattern).cast(pa.uint8())) > 0
+        notes = []
+        for number in np.flatnonzero(found).tolist():
+            texts = [column[number].as_py() for column in rows.columns]
+            tokens = [token for token in self.special if any(token in text for text in texts)]
+            notes.append(Note(int(places[number]), READ_AS_LETTERS, ", ".join(tokens)))
+        return notes
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """All tokens of each text, or more than are kept."""

@@ -46,6 +46,7 @@ from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, 
 from brimful.data.store import (
     FILE_ROWS,
     NAME,
+    NOTES,
     VERSION,
     FileFacts,
     Store,
@@ -55,7 +56,7 @@ from brimful.data.store import (
     length_fields,
     token_dtype,
 )
-from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer, special_words
 from brimful.errors import BadData, BadOption, InternalError
 from brimful.files import write_atomic
 from brimful.machine.host import Space
@@ -66,8 +67,6 @@ BROKEN = "broken"
 """The reason for a row that cannot be read."""
 THREADS = 2
 """Threads that encode: while one turns its ids into an array, the cores work for the other."""
-NOTES = "notes.json"
-"""In a store: by reason, how many rows there is something to know of, and the first."""
 _PROGRESS_FILE = "progress.json"
 _LENGTHS_AT_ONCE = 100_000
 _IN_WORDS = {BROKEN: "broken", EMPTY: "with an empty field"}
@@ -372,15 +371,14 @@ class _Job:
             first = [str(RowProblem(*problem)) for problem in counts.first_dropped.values()]
             advice = f"repair them, starting with {first[0]}" if first else "`brimful data check`"
             raise BadData(f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({dropped}). Try: {advice}.")
+        notes = {reason: asdict(note) for reason, note in self._notes().items()}
         meta = self.writer.finish(
-            tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
+            notes=json.dumps(notes) if notes else "", tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
             pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
             rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._by_field(counts.truncated),
         )  # fmt: skip
         if meta.rows != counts.rows_out or counts.rows_used != counts.rows_in - sum(counts.dropped.values()):
             raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
-        if notes := self._notes():
-            write_atomic(self.part / NOTES, json.dumps({reason: asdict(one) for reason, one in notes.items()}))
         return meta
 
     def _notes(self) -> dict[str, RowNotes]:
@@ -477,7 +475,7 @@ def _text_encoder(layout: Layout, facts: TokenizerFacts, tokenizer: Path, option
     return Encoder(
         fields=layout.fields, tokenizer=load_tokenizer(tokenizer), max_tokens=options.limits(layout.fields),
         keep_end=options.keeps_end(layout.fields, conversations=layout.kind == "conversations"), eos_id=facts.eos_id,
-        dtype=token_dtype(facts.vocab_size),
+        dtype=token_dtype(facts.vocab_size), special=special_words(tokenizer),
     )  # fmt: skip
 
 

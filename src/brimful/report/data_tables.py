@@ -81,7 +81,7 @@ def rows_table(report: "RowsReport") -> RenderableType:
         lost = f"{report.truncated:,} {kind}{' is' if few else 's are'} longer than {limit} tokens and {'loses' if few else 'lose'} {report.lost_tokens:,}"
         none = f"no row that is kept is longer than {limit} tokens"
         table.add_row(tr("truncated"), translate(lost if report.truncated else none))
-    if report.first_repeated:
+    if report.first_repeated and report.rows_out:
         what = translate(f"{show_count(report.repeated, 'row')} like an earlier one, which are trained on again")
         table.add_row(tr("repeated"), f"{what}: {report.first_repeated.file}, line {report.first_repeated.line}")
     if (packing := report.packing) is not None:

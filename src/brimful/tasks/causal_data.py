@@ -18,14 +18,14 @@ from typing import Any, Literal
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows, Note
+from brimful.data.encode import EMPTY, LONG_CHARACTERS, READ_AS_LETTERS, Drop, EncodedRows, Note
 from brimful.data.store import SPANS, spans_of, token_dtype
 from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
 from brimful.tasks.reply_spans import NoReply, roles_out_of_order
 from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
-READ_AS_LETTERS, READ_AS_TOKENS = "special tokens read as letters", "special tokens read as tokens"
+READ_AS_TOKENS = "special tokens read as tokens"
 ROLE_ORDER = "roles out of order"
 """Reasons of notes on rows."""
 FOUND_BY = {

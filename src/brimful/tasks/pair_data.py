@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows, Note
+from brimful.data.encode import EMPTY, LONG_CHARACTERS, READ_AS_LETTERS, Drop, EncodedRows, Note
 from brimful.data.store import token_dtype
-from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer, special_words
 from brimful.tasks.causal_data import special_notes
 from brimful.tasks.chat_template import ChatTemplate, RowError
 from brimful.tasks.pair_batches import FIELDS, REPLIES
@@ -103,6 +103,8 @@ class TextPairs:
     """The most tokens of a prompt and of a reply, eos included."""
     eos_id: int
     vocab_size: int
+    special: tuple[str, ...] = ()
+    """Special tokens whose letters are worth a note."""
 
     @property
     def key(self) -> str:
@@ -122,7 +124,8 @@ class TextPairs:
         return [[[*one, self.eos_id] if one else [] for one in ids[n : n + 3]] for n in range(0, len(ids), 3)]
 
     def notes(self, row: int, text: str, fields: Sequence[list[int]]) -> list[Note]:
-        return []
+        tokens = [token for token in self.special if token in text]
+        return [Note(row, READ_AS_LETTERS, ", ".join(tokens))] if tokens else []
 
     def truncated(self, prompt: list[int], replies: list[list[int]]) -> list[list[int]]:
         return [prompt[-self.limits[0] :], *(reply[: self.limits[1]] for reply in replies)]
@@ -151,7 +154,11 @@ class PairEncoder:
             )
         facts = TokenizerFacts.read(folder)
         pairs = TextPairs(
-            tokenizer=load_tokenizer(folder), limits=max_tokens, eos_id=facts.eos_id, vocab_size=facts.vocab_size
+            tokenizer=load_tokenizer(folder),
+            limits=max_tokens,
+            eos_id=facts.eos_id,
+            vocab_size=facts.vocab_size,
+            special=special_words(folder),
         )
         return cls(pairs=pairs, folder=Path(folder))
 

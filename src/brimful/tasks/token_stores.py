@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brimful.data.encode import READ_AS_LETTERS
 from brimful.data.store import NAME, TOKENIZER_FILES, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts, write_template
 from brimful.errors import BadData, BadOption
 from brimful.files import write_atomic
 from brimful.machine.host import tree_bytes
 from brimful.task import Dataset
-from brimful.tasks.causal_data import READ_AS_LETTERS, READ_AS_TOKENS, ROLE_ORDER, ConversationEncoder, TextEncoder
+from brimful.tasks.causal_data import READ_AS_TOKENS, ROLE_ORDER, ConversationEncoder, TextEncoder
 from brimful.tasks.presets import CHAT_TEMPLATE
 from brimful.units import GiB, show_count
 
@@ -117,14 +118,18 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
         ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
         ("max_tokens", requested, limits, reason),
         ("rows", meta.rows_in, meta.rows, f"dropped {dropped}" if dropped else "none dropped"),
-        *((reason, None, count, words) for reason, count, words in _noted(RowNotes.read(rows.path))),
+        *(
+            (reason, None, count, words)
+            for reason, count, words in _noted(RowNotes.read(rows.path), task.family.causal)
+        ),
     ]
 
 
-def _noted(notes: "Mapping[str, RowNotes]") -> list[tuple[str, str, str]]:
+def _noted(notes: "Mapping[str, RowNotes]", causal: bool) -> list[tuple[str, str, str]]:
     """For each reason, how many rows there are, what becomes of them, and the first of them."""
+    marks_turns = "the chat template marks turns with these tokens, so in a text only their letters can be meant"
     words = {
-        READ_AS_LETTERS: "warning: the chat template marks turns with these tokens, so in a text only their letters can be meant",
+        READ_AS_LETTERS: f"warning: {marks_turns if causal else 'transformers would read these tokens'}",
         READ_AS_TOKENS: "as in transformers",
         ROLE_ORDER: "warning: the template prints them, and they are trained on",
     }

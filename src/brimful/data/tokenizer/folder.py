@@ -82,6 +82,14 @@ def load_tokenizer(folder: str | Path, *, special_tokens: bool = False) -> Token
     return tokenizer
 
 
+def special_words(folder: str | Path) -> tuple[str, ...]:
+    """Special tokens that transformers would find inside texts, and `load_tokenizer` does not."""
+    if _read_object(Path(folder) / _CONFIG_FILES[0]).get("split_special_tokens"):
+        return ()
+    added = load_tokenizer(folder).get_added_tokens_decoder().values()
+    return tuple(sorted(token.content for token in added if token.special and token.content))
+
+
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> TokenizerFacts:
     """Write a trained tokenizer and read it back."""
     write_atomic(folder / MODEL_FILE, tokenizer.to_str(pretty=True))

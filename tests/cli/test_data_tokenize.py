@@ -50,7 +50,7 @@ def test_the_flags_are_frozen(capsys):
     _, out, _ = run("data", "tokenize", "--help", capsys=capsys)
     flags = {word.strip("│ ,[]") for word in out.split() if word.startswith("--")}
     assert flags - {"--output;"} == {
-        "--tokenizer", "--output", "--columns", "--max-tokens", "--keep-end", "--host-limit", "--max-bad", "--overwrite", "--json", "--traceback", "--lang",
+        "--model", "--tokenizer", "--chat-template", "--train-on", "--output", "--columns", "--max-tokens", "--keep-end", "--host-limit", "--max-bad", "--overwrite", "--json", "--traceback", "--lang",
     }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from brimful.data import encode
 from brimful.data import tokenize as module
 from brimful.data.store import Store
-from brimful.data.tokenize import TokenizeOptions, tokenize
+from brimful.data.tokenize import RowNotes, TokenizeOptions, tokenize
 from brimful.errors import BadData, BadOption
 from brimful.machine.host import Space
 from brimful.units import MiB
@@ -237,7 +238,7 @@ def test_an_unknown_field_cannot_keep_its_end(tmp_path, tokenizer):
 FILE_ROWS = 50
 KILLED = """
 import os, signal, sys
-from brimful.data.tokenize import TokenizeOptions, tokenize
+from brimful.data.tokenize import RowNotes, TokenizeOptions, tokenize
 
 def kill(phrase):
     if phrase.startswith(sys.argv[4]):
@@ -455,3 +456,20 @@ def test_a_second_run_in_the_same_place_is_refused_and_harms_nothing(place, tmp_
 def test_nothing_of_the_making_stays_in_the_store(place, tmp_path):
     run(place, tmp_path / "store")
     assert not any("progress" in name or "part" in name for name in contents(tmp_path / "store"))
+
+
+def test_letters_of_special_tokens_are_noted_unless_the_tokenizer_says_so(tmp_path, tokenizer):
+    content = [
+        {"prompt": "a", "response": "b"},
+        {"prompt": "", "response": "b"},
+        {"prompt": "a", "response": "b[EOS]"},
+        {"prompt": "[UNK]", "response": "b"},
+    ]
+    report, store = tokenized(tmp_path, content, tokenizer)
+    assert report.notes == {"special tokens read as letters": RowNotes(2, f"{tmp_path / 'rows.jsonl'}, line 3: [EOS]")}
+    assert all((row["response"] == 1).sum() == 1 for row in store)
+    split = shutil.copytree(tokenizer, tmp_path / "split")
+    config = json.loads((split / "tokenizer_config.json").read_text())
+    (split / "tokenizer_config.json").write_text(json.dumps({**config, "split_special_tokens": True}))
+    shutil.rmtree(tmp_path / "store")
+    assert not tokenized(tmp_path, content, split)[0].notes

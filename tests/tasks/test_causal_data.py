@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from transformers import AutoTokenizer
 
-from brimful.data.encode import LONG_CHARACTERS
+from brimful.data.encode import LONG_CHARACTERS, Note
 from brimful.data.store import Store, trained
-from brimful.data.tokenize import TokenizeOptions, tokenize
+from brimful.data.tokenize import RowNotes, TokenizeOptions, tokenize
 from brimful.errors import BadData
 from brimful.tasks.causal_data import ConversationEncoder, TextEncoder
 from brimful.tasks.chat_template import ChatTemplate
+from brimful.tasks.pair_data import PairEncoder, TemplatePairs
 from brimful.units import GiB
 from tests.tasks.chat_tokenizers import save_tokenizer
 from tests.tasks.test_chat_template import IM, ROLES, SYSTEM_TALK, TALK, TEMPLATES, TOOL_TALK, TOOLS, questions
@@ -166,6 +168,56 @@ class TestConversationStore:
             tokenize([source], tokenizer=template.folder, output=tmp_path / "store", options=ROOMY, encoder=encoder)
 
 
+class TestNotes:
+    """What the owner of rows that are kept should know."""
+
+    @pytest.fixture
+    def encoder(self, tmp_path):
+        folder = make_folder(tmp_path / "actions", special=(*IM, "<|action|>"), plain=("<think>",))
+        return ConversationEncoder.load(folder, max_tokens=99)
+
+    def test_what_became_of_special_tokens_in_messages(self, encoder):
+        talks = (questions(["<|action|> <think> ok"]), questions(["<|im_end|>"]), questions(["Fine."]))
+        assert encoder(conversations(*talks)).notes == [
+            Note(0, "special tokens read as tokens", "<|action|>"),
+            Note(1, "special tokens read as letters", "<|im_end|>"),
+        ]
+
+    def test_of_pairs_as_well(self, encoder):
+        pair = {"prompt": TALK[:1], "chosen": {"role": "assistant", "content": "</s>"}, "rejected": TALK[1]}
+        rows = pa.record_batch([pa.array([json.dumps(pair)], pa.string())], names=["preference"])
+        pairs = PairEncoder(pairs=TemplatePairs(template=encoder.template, limit=99), folder=encoder.template.folder)
+        assert pairs(rows).notes == [Note(0, "special tokens read as letters", "</s>")]
+
+    @pytest.mark.parametrize(
+        ("roles", "noted"),
+        [
+            ("user assistant", False),
+            ("system user assistant tool assistant user", False),
+            ("system developer user assistant tool tool assistant user assistant", False),
+            ("user user assistant", True),
+            ("assistant user assistant", True),
+            ("user assistant assistant", True),
+            ("user system assistant", True),
+            ("user assistant tool user assistant", True),
+        ],
+    )
+    def test_roles_out_of_order(self, encoder, roles, noted):
+        talk = [{"role": role, "content": f"Part {place}."} for place, role in enumerate(roles.split())]
+        notes = [note for note in encoder(conversations(talk)).notes if note.reason == "roles out of order"]
+        words = roles.split() if len(roles.split()) <= 6 else [*roles.split()[:6], "…"]
+        assert [note.message for note in notes] == [f"the roles are {', '.join(words)}"] * noted
+
+    def test_the_store_counts_them_and_names_the_first(self, encoder, tmp_path):
+        file = tmp_path / "rows.jsonl"
+        talks = [TALK, questions(["<|action|>"]), TALK, questions(["<|action|>"])]
+        file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        folder = encoder.template.folder
+        report = tokenize([str(file)], tokenizer=folder, output=tmp_path / "store", options=ROOMY, encoder=encoder)
+        expected = {"special tokens read as tokens": RowNotes(2, f"{file}, line 2: <|action|>")}
+        assert report.notes == expected == RowNotes.read(tmp_path / "store")
+
+
 class TestText:
     @pytest.fixture(scope="class")
     @classmethod
@@ -198,9 +250,22 @@ class TestText:
         assert [(drop.row, drop.reason) for drop in encoded.drops] == [(0, "empty"), (2, "empty")]
         assert encoded.rows_used == len(encoded.lengths) == 1
 
-    def test_text_like_special_tokens_is_text(self, encoder):
-        ((tokens, _),) = unpacked(encoder(texts("a </s> b")))
-        assert tokens.count(encoder.eos_id) == 1
+    def test_special_tokens_in_a_text_are_those_of_transformers_and_noted(self, folder, encoder):
+        encoded = encoder(texts("a </s> b", "c", "<|im_start|>d"))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        expected = [tokenizer(text)["input_ids"] for text in ("a </s> b", "c", "<|im_start|>d")]
+        assert [tokens[:-1] for tokens, _ in unpacked(encoded)] == expected and encoder.eos_id in expected[0]
+        reason = "special tokens read as tokens"
+        assert encoded.notes == [Note(0, reason, "</s>"), Note(2, reason, "<|im_start|>")]
+
+    def test_a_tokenizer_that_splits_special_tokens_reads_their_letters(self, tmp_path):
+        folder = save_tokenizer(tmp_path)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "split_special_tokens": True}))
+        encoder = TextEncoder.load(folder, max_tokens=16)
+        encoded = encoder(texts("a </s> b"))
+        ((tokens, _),) = unpacked(encoded)
+        assert tokens.count(encoder.eos_id) == 1 and not encoded.notes
 
     def test_bos_begins_a_document_if_the_tokenizer_adds_one(self, tmp_path):
         encoder = TextEncoder.load(save_tokenizer(tmp_path, bos="<s>"), max_tokens=4)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -13,11 +14,17 @@ from brimful.data.store import Store
 from brimful.errors import BadData, BadModel, BadOption
 from brimful.task import IGNORED
 from brimful.tasks.causal_lm import CausalLM
+from brimful.tasks.chat_template import load_auto_tokenizer
 from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
+from brimful.tasks.model_folder import tokenizer_of
 from brimful.training.events import last_steps, read_events
-from tests.tasks.tiny import write_jsonl
+from tests.tasks.pair_runs import Kill
+from tests.tasks.tiny import save, write_jsonl
+from tests.tasks.tiny_causal import make_causal, talk
+from tests.training import runs
 
 RUN = {"device": "cpu", "workers": 0, "cache": False, "quiet": True, "schedule": "constant", "warmup": 0, "lr": 1e-3, "global_batch": 8}  # fmt: skip
+STEADY = {"deterministic": True, "memory_limit": "256MiB", "layout": "packed"}
 
 
 def sft(causal, **options):
@@ -93,13 +100,24 @@ def test_a_run_short_of_memory_has_the_losses_of_one_that_is_not(causal, tmp_pat
     assert plan["micro_batch"] < 8
 
 
-def test_a_resumed_run_ends_with_the_same_bits(causal, tmp_path):
-    task, steady = sft(causal), {"deterministic": True, "memory_limit": "256MiB"}
-    train(task, causal.raw, tmp_path / "run", max_steps=2, **steady)
-    train(task, causal.raw, tmp_path / "run", resume=True, **steady)
-    train(task, causal.raw, tmp_path / "undisturbed", **steady)
+def killed_in_step_3(model, data, run):
+    """For a process of its own."""
+    train(Sft(SftOptions(model=model)), data, run, hooks=[Kill(3)], save_every=2, **STEADY)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma3_text", "mistral"])
+def test_a_run_that_was_killed_and_resumed_ends_with_the_same_bits(causal, tmp_path, kind):
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
+    model = save(make_causal(kind, causal.template.vocab_size, **ids), tmp_path / "model", causal.tokenizer)
+    process = runs._begin(killed_in_step_3, str(model), str(causal.raw), tmp_path / "run")
+    assert runs.finish([process]) == [-signal.SIGKILL]
+    task = Sft(SftOptions(model=str(model)))
+    train(task, causal.raw, tmp_path / "run", resume=True, save_every=2, **STEADY)
+    train(task, causal.raw, tmp_path / "undisturbed", **STEADY)
+    resumed = [event["step"] for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "resume"]
+    assert resumed == [2] and runs.losses(tmp_path / "run") == runs.losses(tmp_path / "undisturbed")
     first, second = weights(tmp_path / "run"), weights(tmp_path / "undisturbed")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first | second)
 
 
 def test_three_rows_are_shown_when_a_run_begins(whole):
@@ -266,14 +284,69 @@ def test_a_model_without_a_template_is_refused_before_anything_is_tokenized(caus
     assert "Assistant:" in (store.path / "tokenizer" / "chat_template.jinja").read_text()
 
 
+def noted(task, rows, folder):
+    """By name, the value and the reason of each choice of the plan."""
+    raw = write_jsonl(folder / "rows.jsonl", rows)
+    store = task.prepare(str(raw), folder, lambda phrase: None)
+    return {name: (value, reason) for name, _, value, reason in task.remarks(task.rows(store))}
+
+
+def test_the_plan_says_what_became_of_special_tokens_and_of_roles_out_of_order(causal, tmp_path):
+    talks = [talk("甲？", "[EOS]乙。"), talk("甲？", "乙。")[::-1], talk("甲？", "乙。"), talk("甲？[SEP]", "乙。")]
+    remarks = noted(sft(causal), [{"messages": one} for one in talks], tmp_path)
+    count, reason = remarks["special tokens read as letters"]
+    assert count == "2 rows" and reason.startswith("warning: ") and reason.endswith("rows.jsonl, line 1: [EOS]")
+    count, reason = remarks["roles out of order"]
+    assert count == "1 row" and reason.startswith("warning: ")
+    assert reason.endswith("rows.jsonl, line 2: the roles are assistant, user")
+
+
+def test_the_plan_says_that_texts_have_special_tokens(causal, tmp_path):
+    task = Pretrain(LanguageOptions(model=str(causal.model)))
+    count, reason = noted(task, [{"text": "甲"}, {"text": "甲[SEP]乙"}], tmp_path)["special tokens read as tokens"]
+    assert (
+        count == "1 row" and reason.startswith("as in transformers; ") and reason.endswith("rows.jsonl, line 2: [SEP]")
+    )
+
+
+def test_a_text_to_go_on_from_has_the_tokens_of_transformers(causal):
+    text = "[BOS]甲的花[SEP]"
+    assert tokenizer_of(causal.model).begin(text) == load_auto_tokenizer(causal.model)(text)["input_ids"]
+
+
 def test_two_lengths_are_refused(causal):
     with pytest.raises(BadOption, match="a row of a causal model is one sequence. Try: 576"):
         sft(causal, max_tokens="256,320")
 
 
+def test_more_tokens_than_a_table_of_positions_has_are_refused(causal, tmp_path):
+    for kind, refused in (("gpt2", True), ("llama", False)):
+        folder = tmp_path / kind
+        make_causal(kind, causal.template.vocab_size).save_pretrained(folder)
+        if refused:
+            with pytest.raises(
+                BadOption, match="max_tokens=600 is more than the 512 positions that this gpt2 model.* Try: 512"
+            ):
+                Pretrain(LanguageOptions(model=str(folder), max_tokens=600))
+        else:
+            assert Pretrain(LanguageOptions(model=str(folder), max_tokens=600)).max_tokens == (600,)
+
+
+def test_rows_beyond_the_positions_a_model_was_made_for_are_a_warning(causal, tmp_path):
+    task = Pretrain(LanguageOptions(model=str(causal.model), max_tokens=2000))
+    _, reason = noted(task, [{"text": "红色的花，" * 400}], tmp_path)["max_tokens"]
+    assert reason.endswith("warning: the model was made for 512 positions")
+
+
 def test_a_frozen_part_that_there_is_not_is_refused(causal):
     with pytest.raises(BadOption, match="freeze='encoder' is not a part of a qwen2 model. Try: embeddings, none"):
         sft(causal, freeze="encoder")
+
+
+def test_a_model_that_is_saved_again_is_read_again(causal, tmp_path):
+    for layers in (1, 2):
+        make_causal(vocab_size=causal.template.vocab_size, num_hidden_layers=layers).save_pretrained(tmp_path)
+        assert Sft(SftOptions(model=str(tmp_path))).config.num_hidden_layers == layers
 
 
 def test_missing_shards_are_named(causal, tmp_path):
@@ -298,8 +371,6 @@ def test_code_of_a_model_is_never_run(causal, tmp_path):
 
 
 def test_frozen_embeddings_leave_a_head_of_its_own_to_train(causal, tmp_path):
-    from tests.tasks.tiny_causal import make_causal
-
     make_causal(vocab_size=causal.template.vocab_size, tie_word_embeddings=False).save_pretrained(tmp_path / "model")
     model = Sft(SftOptions(model=str(tmp_path / "model"), freeze="embeddings")).model()
     assert not model.get_input_embeddings().weight.requires_grad and model.get_output_embeddings().weight.requires_grad

@@ -606,6 +606,32 @@ class TestToolCalls:
             assert found[1:] == [form.lead + reply + form.ending(True) for reply in ("It is sunny.", "Fine.")]
 
 
+class TestSpecialTokensInMessages:
+    WORDS = ("<|action|> look", "<think>so</think> yes", "[TOOL_CALLS] [1]", "<unused7>")
+
+    @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma3", "mistral_v3"])
+    def test_tokens_that_mark_no_turn_are_those_of_transformers(self, tmp_path, name):
+        form = FORMATS[name]
+        special = dict.fromkeys((*form.special, "<|action|>", "[TOOL_CALLS]", "<unused7>"))
+        folder = save_tokenizer(
+            tmp_path, special=tuple(special), plain=("<think>", "</think>"), bos=form.bos, eos=form.eos,
+            template=(TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"), ends=form.ends or None,
+        )  # fmt: skip
+        template = ChatTemplate.load(folder)
+        talk = questions(self.WORDS)
+        expected = template.tokenizer.apply_chat_template(talk, tokenize=True, return_dict=False)
+        assert template.encode(talk)[-1].tokens == expected
+        ids = template.tokenizer.convert_tokens_to_ids(["<|action|>", "<think>", "[TOOL_CALLS]", "<unused7>"])
+        assert set(ids) <= set(expected)
+
+    def test_beside_letters_of_a_token_that_marks_turns_they_stay_tokens(self, tmp_path):
+        template = ChatTemplate.load(save_tokenizer(tmp_path, special=(*IM, "<|action|>")), template="chatml")
+        (row,) = template.encode(questions(["<|im_end|> <|action|>"]))
+        action, end = template.tokenizer.convert_tokens_to_ids(["<|action|>", "<|im_end|>"])
+        assert row.tokens.count(action) == 1 and row.tokens.count(end) == 2
+        assert runs(template, row) == ["<|im_end|> <|action|><|im_end|>"]
+
+
 class TestGenerationTags:
     def test_a_header_inside_the_tags_is_context(self, tmp_path):
         jinja = (TEMPLATES / "channels.jinja").read_text()

@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from brimful.cli import main
+from brimful.data.store import Store
 from brimful.errors import BadOption
 from brimful.report.data_tables import rows_table
 from brimful.tasks.check_rows import _packed_tokens, check_rows
+from brimful.tasks.load import load_task
 from tests.tasks.tiny import write_jsonl
 from tests.tasks.tiny_causal import CONVERSATIONS, talk
 
@@ -154,3 +156,60 @@ def test_the_command_checks_pairs_for_a_model_and_counts_shared_prompts(kind, re
     assert content["rows_out"] == 2
     shared = content["shared_prompts"]
     assert (shared["rows"], shared["shared"], shared["first"]["line"]) == (2, 1, 2)
+
+
+# ── data tokenize --model ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokenized(source, model, store, *flags):
+    """The limit counts the whole process, which after many tests holds more than the default."""
+    command = ["data", "tokenize", str(source), "--model", str(model), "--output", str(store), "--host-limit", "8GiB"]
+    main([*command, *flags])
+    return store
+
+
+@pytest.fixture
+def files(causal, tmp_path):
+    """By task, rows that it trains on."""
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "红色的花，" * 30}, {"text": "车"}])
+    return {"sft": causal.raw, "pretrain": texts, "dpo": write_jsonl(tmp_path / "pairs.jsonl", PAIRS)}
+
+
+@pytest.mark.parametrize("kind", ["sft", "pretrain", "dpo"])
+def test_a_store_that_is_made_for_a_model_has_the_rows_of_training(causal, files, tmp_path, kind):
+    store = tokenized(files[kind], causal.model, tmp_path / "store")
+    task = load_task(kind, {"model": str(causal.model)})
+    rows = task.rows(task.prepare(str(store), tmp_path / "run", print))
+    assert rows.fingerprint == task.rows(task.prepare(str(files[kind]), tmp_path / "run", print)).fingerprint
+
+
+def test_a_store_has_the_template_and_the_marks_that_were_asked_for(causal, files, tmp_path):
+    folder = causal.without_template(tmp_path / "model")
+    flags = ["--chat-template", "plain", "--train-on", "all", "--max-tokens", "40"]
+    tokenized(files["sft"], folder, tmp_path / "store", *flags)
+    store = Store.open(tmp_path / "store")
+    assert "Assistant:" in (store.path / "tokenizer" / "chat_template.jinja").read_text()
+    assert store.longest == (40,) and all(row["spans"].tolist() == [0, len(row["tokens"])] for row in store)
+
+
+def test_an_encoder_decoder_gets_the_store_of_its_tokenizer(tiny, tmp_path):
+    store = tokenized(tiny.raw, tiny.model, tmp_path / "store")
+    task = load_task("sft", {"model": str(tiny.model)})
+    rows = task.rows(task.prepare(str(store), tmp_path / "run", print))
+    assert rows.fingerprint == task.rows(task.prepare(str(tiny.raw), tmp_path / "run", print)).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "One of --model and --tokenizer is needed"),
+        (["--model", "m", "--tokenizer", "t"], "One of --model and --tokenizer is needed"),
+        (["--tokenizer", "t", "--train-on", "all"], "--train-on needs --model with a causal model"),
+        (["--model", "MODEL", "--keep-end", "prompt"], "--keep-end is for the fields of an encoder-decoder"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(causal, capsys, flags, message):
+    flags = [str(causal.model) if flag == "MODEL" else flag for flag in flags]
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "tokenize", str(causal.raw), "--output", "store", *flags])
+    assert message in capsys.readouterr().err

@@ -320,7 +320,9 @@ def task_of(tiny, tmp_path, **changes):
 
 
 def refused(task, store, *words):
-    with pytest.raises(BadData, match="Try: the raw files, or rows tokenized with the tokenizer") as raised:
+    with pytest.raises(
+        BadData, match="Try: the raw files, or `brimful data tokenize FILES --model .* --output STORE`"
+    ) as raised:
         task.rows(str(store))
     for word in (f"{store} cannot train pretrain: ", *words):
         assert word in str(raised.value)

@@ -103,6 +103,18 @@ def test_every_loss_learns(made, kind, loss, smoothing):
     assert bool(list(run.glob("data/*/reference-*"))) == (loss in ("sigmoid", "ipo", "hinge"))
 
 
+@pytest.mark.parametrize("loss", ["orpo", "simpo"])
+def test_an_encoder_decoder_that_prefers_the_others_learns_without_a_reference(made, loss):
+    """It knows the rejected replies by heart, and no reference hides that: accuracy begins at 0. 25 steps of the decoder alone at
+    2e-3 brought ORPO to 0.54, and 75 to 1."""
+    task = made["t5"].task(loss=loss, freeze="none")
+    run, _ = made["t5"].train(
+        f"{loss}-t5", task, max_steps=20, lr=1e-2, global_batch=24, valid=str(made["t5"].file), eval_every=20
+    )
+    first, last = events(run, "eval")
+    assert first["accuracy"] == 0 and last["accuracy"] > 0.95
+
+
 def test_an_adapter_learns_too(one):
     task = one.task(lora="r=8")
     run, _ = one.train("lora", task, max_steps=30, lr=1e-2, global_batch=24, valid=str(one.file))
@@ -449,9 +461,15 @@ def test_a_model_of_pretrain_is_a_warning_and_one_of_sft_is_not(made, causal, tm
     one = made["qwen2"]
     for task, warned in (("pretrain", True), ("sft", False)):
         one.train(tmp_path / task, load_task(task, {"model": str(one.model)}), causal.raw, max_steps=1)
-        remarks = one.task(model=str(tmp_path / task)).remarks([])
-        reasons = [reason for name, _, value, reason in remarks if (name, value) == ("starting weights", "of pretrain")]
-        assert [reason.startswith("warning: it was never fine-tuned") for reason in reasons] == [True] * warned
+        for depth in range(3):  # the run, its export, and the export of that
+            model = tmp_path / f"{task}{'-exported' * depth}"
+            if depth:
+                main(["export", str(tmp_path / f"{task}{'-exported' * (depth - 1)}"), "--output", str(model)])
+            remarks = one.task(model=str(model)).remarks([])
+            reasons = [
+                reason for name, _, value, reason in remarks if (name, value) == ("starting weights", "of pretrain")
+            ]
+            assert [reason.startswith("warning: it was never fine-tuned") for reason in reasons] == [True] * warned
 
 
 def test_new_weights_can_be_trained(made):

@@ -240,10 +240,13 @@ def tokenizer(
 
 def tokenize(
     *files: Files,
-    tokenizer: Path,
     output: Path,
+    model: str | None = None,
+    tokenizer: Path | None = None,
     columns: Columns = None,
-    max_tokens: str = "256",
+    chat_template: ChatTemplate = None,
+    train_on: Literal["replies", "all"] | None = None,
+    max_tokens: str | None = None,
     keep_end: str | None = None,
     host_limit: str = "1GiB",
     max_bad: float = 0.0,
@@ -252,17 +255,24 @@ def tokenize(
 ) -> None:
     """Tokenize rows into a token store: memory-mapped, checksummed, shared by all workers and processes.
 
-    Every field of a row ends with one eos. Rows with an empty field are dropped and counted. If it is interrupted, nothing
-    is left at --output; run the same command again to continue.
+    With --model, rows become what `brimful train` makes of them for that model: conversations by its chat template, whole texts,
+    preferences. With --tokenizer, every field of a row becomes tokens and ends with one eos, as an encoder-decoder reads it.
+    Rows with an empty field are dropped and counted. If it is interrupted, nothing is left at --output; run the same command again
+    to continue.
 
     Parameters
     ----------
-    tokenizer
-        A folder with a tokenizer.json, such as `brimful data tokenizer` makes.
     output
         The folder to create.
+    model
+        The model that is to be trained: a folder, a run or owner/name on the hub.
+    tokenizer
+        A folder with a tokenizer.json, such as `brimful data tokenizer` makes, for an encoder-decoder that has no folder yet.
+    train_on
+        Tokens of a conversation that a causal model is trained on. Default: replies.
     max_tokens
-        Truncate fields to this many tokens, eos included: one number, or one for each field, such as 256,320.
+        Truncate rows to this many tokens: one number, or for an encoder-decoder one for each field, such as 256,320. Default: as
+        in training with --model, else 256.
     keep_end
         Fields that lose their beginning when truncated, such as prompt; others lose their end. Default: the prompts of
         conversations, where the question comes last.
@@ -274,8 +284,24 @@ def tokenize(
         Replace an existing token store at --output once the new one is complete.
     """
     if not files:
-        raise BadOption("FILES is missing. Try: brimful data tokenize rows.jsonl --tokenizer tokenizer --output store.")
-    limits, limit_bytes = _numbers(max_tokens), parse_bytes(host_limit, flag="--host-limit")
+        raise BadOption("FILES is missing. Try: brimful data tokenize rows.jsonl --model MODEL --output store.")
+    if (model is None) == (tokenizer is None):
+        raise BadOption("One of --model and --tokenizer is needed. Try: --model with the model that is to be trained.")
+    for_causal = {"--chat-template": chat_template, "--train-on": train_on}
+    limit_bytes = parse_bytes(host_limit, flag="--host-limit")
+    plain = tokenizer
+    if model is not None:
+        decoder = _encoder_decoder(model, files, columns=columns, chat_template=chat_template, host_limit=host_limit)
+        plain = None if decoder is None else Path(decoder)
+        if plain is not None and max_tokens is None:
+            from brimful.tasks.language import LanguageOptions, Pretrain
+
+            max_tokens = ",".join(map(str, Pretrain(LanguageOptions(model=model)).max_tokens))
+    if plain is not None and (wrong := [flag for flag, value in for_causal.items() if value is not None]):
+        raise BadOption(f"{' and '.join(wrong)} needs --model with a causal model. Try: leave it out.")
+    if plain is None and keep_end is not None:
+        raise BadOption("--keep-end is for the fields of an encoder-decoder. Try: leave it out.")
+    limits = _numbers(max_tokens or "256")
     from brimful.data.tokenize import TokenizeOptions
     from brimful.data.tokenize import tokenize as make_store
     from brimful.report.data_tables import tokenize_table
@@ -285,7 +311,16 @@ def tokenize(
         host_limit_bytes=limit_bytes, max_bad=max_bad, overwrite=overwrite,
     )  # fmt: skip
     with progress("tokenize", every_s=5) as show_progress:
-        report = make_store(files, tokenizer=tokenizer, output=output, options=options, progress=show_progress)
+        if plain is not None:
+            report = make_store(files, tokenizer=plain, output=output, options=options, progress=show_progress)
+        else:
+            from brimful.tasks.check_rows import tokenize_for_model
+
+            assert model is not None
+            report = tokenize_for_model(
+                files, model=model, output=output, options=options, chat_template=chat_template, train_on=train_on,
+                max_tokens=max_tokens, progress=show_progress,
+            )  # fmt: skip
     show(tokenize_table(report), report.to_json(), as_json=json)
 
 

@@ -40,6 +40,8 @@ LONG_CHARACTERS = 2**18
 
 EMPTY = "empty"
 """The reason for a row with a field that has no text or no token."""
+READ_AS_LETTERS = "special tokens read as letters"
+"""The reason of a note on a row that contains such letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,18 @@ class Drop:
     """Whether it counts as broken: then it is an error unless `max_bad` allows it. Otherwise it is only counted."""
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that the owner of the rows should know of one that is kept."""
+
+    row: int
+    """Its place in the batch, from 0."""
+    reason: str
+    """It is counted under this."""
+    message: str
+    """What there is in this row."""
+
+
 @dataclass(slots=True)
 class EncodedRows:
     """Rows as tokens, one after the other. Lists have one entry per field of tokens (spans are none)."""
@@ -68,6 +82,8 @@ class EncodedRows:
     """Rows of the batch that are in here: fewer than `lengths` has where one row gives several."""
     drops: list[Drop] = dataclasses.field(default_factory=list)
     """All other rows of the batch."""
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    """On rows that are kept, at most one for each row and reason."""
     truncated: list[int] = dataclasses.field(default_factory=list)
     """Rows that were too long."""
     lost_tokens: list[int] = dataclasses.field(default_factory=list)
@@ -97,15 +113,17 @@ class EncodedRows:
         def total(name: str) -> list[int]:
             return [sum(values) for values in zip(*(getattr(part, name) for part in parts), strict=True)]
 
-        drops, first = [], 0
+        drops, notes, first = [], [], 0
         for part in parts:
             drops += [dataclasses.replace(drop, row=drop.row + first) for drop in part.drops]
+            notes += [dataclasses.replace(note, row=note.row + first) for note in part.notes]
             first += part.rows_used + len(part.drops)
         return cls(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.lengths for part in parts]),
             sum(part.rows_used for part in parts),
             drops,
+            notes,
             *(total(name) for name in ("truncated", "lost_tokens", "characters")),
         )
 
@@ -149,6 +167,8 @@ class Encoder:
     """By field, whether truncation removes the beginning instead of the end."""
     eos_id: int
     dtype: str
+    special: tuple[str, ...] = ()
+    """Special tokens whose letters are worth a note: they are encoded as letters."""
 
     @property
     def key(self) -> str:
@@ -168,8 +188,24 @@ class Encoder:
         encoded.drops = [
             Drop(row, EMPTY, "a field is empty") for row in np.setdiff1d(np.arange(rows.num_rows), places).tolist()
         ]
+        encoded.notes = self._notes(kept, places)
         encoded.characters = [pc.sum(pc.utf8_length(column)).as_py() or 0 for column in kept.columns]
         return encoded
+
+    def _notes(self, rows: pa.RecordBatch, places: npt.NDArray[np.int64]) -> list[Note]:
+        """On rows with the letters of a special token."""
+        if not self.special:
+            return []
+        pattern = "|".join(rf"\Q{token}\E" for token in self.special)
+        found = np.zeros(rows.num_rows, dtype=bool)
+        for column in rows.columns:
+            found |= column_numbers(pc.match_substring_regex(column, pattern).cast(pa.uint8())) > 0
+        notes = []
+        for number in np.flatnonzero(found).tolist():
+            texts = [column[number].as_py() for column in rows.columns]
+            tokens = [token for token in self.special if any(token in text for text in texts)]
+            notes.append(Note(int(places[number]), READ_AS_LETTERS, ", ".join(tokens)))
+        return notes
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """All tokens of each text, or more than are kept."""

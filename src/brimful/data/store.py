@@ -5,6 +5,7 @@
     ├── index-00000.arrow    as many rows: `start: int64`, where the row begins, and the length in tokens of each field
     ├── tokens-00001.arrow   … about a million rows per file
     ├── tokenizer/           a copy of the tokenizer the tokens were made with
+    ├── notes.json           if there is something to know of rows: by reason, how many, and the first
     └── store.json           written last: what is in here, and the size and checksums of every file
 
 Tokens are two bytes each (four where the vocabulary exceeds 65,536), uncompressed, so that a row is a view of the file:
@@ -51,6 +52,7 @@ from brimful.files import block_hashes, damage, json_sha256, parse_object, read_
 VERSION = 2
 """The version of the format; another one is refused."""
 NAME = "store.json"
+NOTES = "notes.json"
 SPANS = "spans"
 """The field that says which tokens of a row are trained on."""
 LONGEST_SPAN = 2**16 - 1
@@ -338,10 +340,14 @@ class StoreWriter:
             self.files.append(FileFacts.of(self.folder, name, rows=self._rows))
         self._open, self._lengths, self._rows, self._tokens = None, [], 0, 0
 
-    def finish(self, *, tokenizer: Path | None, **facts: Any) -> StoreMeta:
-        """Seal, copy the tokenizer, write `store.json`. `facts` are the fields of `StoreMeta` the writer cannot know."""
+    def finish(self, *, tokenizer: Path | None, notes: str = "", **facts: Any) -> StoreMeta:
+        """Seal, copy the tokenizer, write `store.json`. `facts` are the fields of `StoreMeta` the writer cannot know, `notes` the
+        text of `notes.json`."""
         self.seal()
         copied = [] if tokenizer is None else _copy_tokenizer(tokenizer, self.folder)
+        if notes:
+            write_atomic(self.folder / NOTES, notes)
+            copied.append(FileFacts.of(self.folder, NOTES))
         tokens, longest = self._totals()
         meta = StoreMeta(
             fields=self.fields, dtype=self.dtype, vocab_size=self.vocab_size, rows=self.rows, tokens=tokens, longest=longest,

@@ -29,13 +29,24 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from brimful.data.encode import EMPTY, PIECES_IN_FLIGHT, Drop, EncodedRows, Encoder, RowEncoder, in_pieces, piece_size
+from brimful.data.encode import (
+    EMPTY,
+    PIECES_IN_FLIGHT,
+    Drop,
+    EncodedRows,
+    Encoder,
+    Note,
+    RowEncoder,
+    in_pieces,
+    piece_size,
+)
 from brimful.data.pipeline import OutputFolder, PeakMemory, in_order, part_folder, read_ahead, writing_to
 from brimful.data.read.files import refuse_output_inside
 from brimful.data.read.source import BrokenRowLimit, Chunk, Layout, RowProblem, Source, open_source
 from brimful.data.store import (
     FILE_ROWS,
     NAME,
+    NOTES,
     VERSION,
     FileFacts,
     Store,
@@ -45,7 +56,7 @@ from brimful.data.store import (
     length_fields,
     token_dtype,
 )
-from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer, special_words
 from brimful.errors import BadData, BadOption, InternalError
 from brimful.files import parse_object, read_json, write_atomic
 from brimful.machine.host import Space
@@ -131,6 +142,23 @@ class FieldStats:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowNotes:
+    """Rows that are kept, with something that their owner should know."""
+
+    rows: int
+    first: str
+    """The first: file, line and what there is in it."""
+
+    @classmethod
+    def read(cls, store: Path) -> "dict[str, RowNotes]":
+        """Those of a store, by reason. They tell nothing that training needs, so there are none if the file is damaged."""
+        try:
+            return {reason: cls(**one) for reason, one in json.loads((store / NOTES).read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeReport:
     """The result of `tokenize`. `rows_in + rows_added` is `rows_out` plus everything in `dropped`."""
@@ -143,6 +171,8 @@ class TokenizeReport:
     dropped: dict[str, int]
     first_dropped: dict[str, str] = dataclasses.field(default_factory=dict)
     """By reason, the first row that was dropped for it: file, line and what is wrong with it."""
+    notes: dict[str, RowNotes] = dataclasses.field(default_factory=dict)
+    """By reason, rows that are in the store and whose owner should know something."""
     fields: dict[str, FieldStats]
     """Fields of tokens: all of the store but the spans."""
     layout_reason: str
@@ -229,6 +259,8 @@ class Counts:
     dropped: dict[str, int] = dataclasses.field(default_factory=lambda: {BROKEN: 0, EMPTY: 0})
     first_dropped: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     """By reason: file, line and message of the first row."""
+    notes: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """By reason: how many rows, and file, line and message of the first."""
     bad: int = 0
     """Rows that could not be read or were refused."""
     first_bad: list[Any] | None = None
@@ -244,6 +276,9 @@ class Counts:
         for reason, problem in dropped_rows(chunk, encoded):
             self.dropped[reason] = self.dropped.get(reason, 0) + 1
             self.first_dropped.setdefault(reason, [problem.file, problem.line, problem.message])
+        for note in encoded.notes:
+            first = named(chunk, note)
+            self.notes.setdefault(note.reason, [0, first.file, first.line, first.message])[0] += 1
         for name in ("truncated", "lost_tokens", "characters"):
             new = getattr(encoded, name)
             total = getattr(self, name) or [0] * len(new)
@@ -253,12 +288,12 @@ class Counts:
 def dropped_rows(chunk: Chunk, encoded: EncodedRows) -> Iterator[tuple[str, RowProblem]]:
     """The rows of a chunk that an encoder cannot use or was not given, with their reasons."""
     yield from ((BROKEN, problem) for problem in chunk.broken)
-    yield from ((drop.reason, _named(chunk, drop)) for drop in encoded.drops)
+    yield from ((drop.reason, named(chunk, drop)) for drop in encoded.drops)
 
 
-def _named(chunk: Chunk, drop: Drop) -> RowProblem:
-    """Where a dropped row is."""
-    return RowProblem(chunk.file, int(chunk.lines[drop.row]), drop.message or drop.reason)
+def named(chunk: Chunk, one: Drop | Note) -> RowProblem:
+    """Where a row is that an encoder says something about."""
+    return RowProblem(chunk.file, int(chunk.lines[one.row]), one.message or one.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,14 +371,18 @@ class _Job:
             first = [str(RowProblem(*problem)) for problem in counts.first_dropped.values()]
             advice = f"repair them, starting with {first[0]}" if first else "`brimful data check`"
             raise BadData(f"{self.source.files[0]}: no row is left of {counts.rows_in:,} ({dropped}). Try: {advice}.")
+        notes = {reason: asdict(note) for reason, note in self._notes().items()}
         meta = self.writer.finish(
-            tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
+            notes=json.dumps(notes) if notes else "", tokenizer=self.tokenizer, max_tokens=self._by_field(self.max_tokens), eos_id=self.facts.eos_id,
             pad_id=self.facts.pad_id, tokenizer_fingerprint=self.facts.fingerprint, sources=self.source.files,
             rows_in=counts.rows_in, dropped=counts.dropped, truncated=self._by_field(counts.truncated),
         )  # fmt: skip
         if meta.rows != counts.rows_out or counts.rows_used != counts.rows_in - sum(counts.dropped.values()):
             raise InternalError(f"rows do not add up: {counts} but the store has {meta.rows:,}")
         return meta
+
+    def _notes(self) -> dict[str, RowNotes]:
+        return {reason: RowNotes(one[0], str(RowProblem(*one[1:]))) for reason, one in self.counts.notes.items()}
 
     def report(self, store: Store, seconds: float) -> TokenizeReport:
         counts, meta, layout = self.counts, store.meta, self.source.layout
@@ -359,7 +398,7 @@ class _Job:
         }  # fmt: skip
         return TokenizeReport(
             store=str(store.path), rows_in=counts.rows_in, rows_out=meta.rows, rows_added=meta.rows - counts.rows_used,
-            dropped=counts.dropped, first_dropped=first, fields=fields, layout_reason=layout.reason,
+            dropped=counts.dropped, first_dropped=first, notes=self._notes(), fields=fields, layout_reason=layout.reason,
             requested_max_tokens=self.options.max_tokens if isinstance(self.encoder, Encoder) else self.max_tokens, first_broken=first.get(BROKEN),
             sources=len(self.source.files), skipped=self.source.skipped, tokenizer=str(self.tokenizer), vocab_size=meta.vocab_size, dtype=meta.dtype,
             seconds=seconds, rows_per_s=self._rate(counts.rows_in), peak_bytes=self.peak.bytes, start_bytes=self.start_bytes,
@@ -396,7 +435,7 @@ class _Job:
     def _write(self, item: tuple[Chunk, EncodedRows]) -> tuple[int, int]:
         """Add one chunk to the files and the counts, in one thread. Returns rows and bytes of the source read so far."""
         chunk, encoded = item
-        self.bad_rows.add(chunk, refused=[_named(chunk, drop) for drop in encoded.drops if drop.refused])
+        self.bad_rows.add(chunk, refused=[named(chunk, drop) for drop in encoded.drops if drop.refused])
         if not self.counts.chunks:
             self._check_space(chunk, encoded)
         self.counts.add(chunk, encoded)
@@ -436,7 +475,7 @@ def _text_encoder(layout: Layout, facts: TokenizerFacts, tokenizer: Path, option
     return Encoder(
         fields=layout.fields, tokenizer=load_tokenizer(tokenizer), max_tokens=options.limits(layout.fields),
         keep_end=options.keeps_end(layout.fields, conversations=layout.kind == "conversations"), eos_id=facts.eos_id,
-        dtype=token_dtype(facts.vocab_size),
+        dtype=token_dtype(facts.vocab_size), special=special_words(tokenizer),
     )  # fmt: skip
 
 

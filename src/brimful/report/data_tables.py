@@ -3,7 +3,7 @@
 Text from the files is shown as it is, never as markup, on one line: a line break as ⏎, other control characters as a dot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from brimful.units import show_bytes, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:  # a command imports only its own libraries
     from brimful.data.clean.clean import CleanReport
-    from brimful.data.tokenize import FieldStats, TokenizeReport
+    from brimful.data.tokenize import FieldStats, RowNotes, TokenizeReport
     from brimful.data.tokenizer.train import Choice, IdCheck, TextStats, TokenizerReport
     from brimful.tasks.check_rows import RowsReport
     from brimful.tasks.rejects import RejectsReport
@@ -81,7 +81,7 @@ def rows_table(report: "RowsReport") -> RenderableType:
         lost = f"{report.truncated:,} {kind}{' is' if few else 's are'} longer than {limit} tokens and {'loses' if few else 'lose'} {report.lost_tokens:,}"
         none = f"no row that is kept is longer than {limit} tokens"
         table.add_row(tr("truncated"), translate(lost if report.truncated else none))
-    if report.first_repeated:
+    if report.first_repeated and report.rows_out:
         what = translate(f"{show_count(report.repeated, 'row')} like an earlier one, which are trained on again")
         table.add_row(tr("repeated"), f"{what}: {report.first_repeated.file}, line {report.first_repeated.line}")
     if (packing := report.packing) is not None:
@@ -91,7 +91,15 @@ def rows_table(report: "RowsReport") -> RenderableType:
     for reason, count in report.dropped.items():
         what = translate(f"{show_count(count, 'row')}, {reason.replace('_', ' ')}")
         table.add_row(tr("dropped"), f"{what}: {_first_problems(report.problems[reason])}")
+    for note in _notes(report.notes):
+        table.add_row(tr("noted"), note)
     return Group(*parts, table)
+
+
+def _notes(notes: "Mapping[str, RowNotes]") -> list[Text]:
+    """Rows that are kept, with something that their owner should know."""
+    words = (f"{show_count(note.rows, 'row')} with {reason}; the first: {note.first}" for reason, note in notes.items())
+    return [Text(translate(one), style=_WARN) for one in words]
 
 
 def example_rows(rows: Sequence[Sequence[tuple[str, bool | str]]]) -> RenderableType:
@@ -482,6 +490,7 @@ def _store_facts(report: "TokenizeReport") -> Table:
             else {}
         ),
         "dropped": _dropped(report),
+        **({"noted": Text("\n").join(notes)} if (notes := _notes(report.notes)) else {}),
         "limit": Text(translate(f"--max-tokens {requested} is {effective}, eos included")),
         "tokenizer": Text(translate(f"{report.tokenizer}, {report.vocab_size:,} tokens, stored as {report.dtype}")),
         "time": Text(translate(f"{show_seconds(report.seconds)}, {show_rate(report.rows_per_s)} rows/s")),

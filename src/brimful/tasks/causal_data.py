@@ -10,21 +10,24 @@ tokenizing with offsets, a sixth for printing the template twice and comparing.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
+from brimful.data.encode import EMPTY, LONG_CHARACTERS, READ_AS_LETTERS, Drop, EncodedRows, Note
 from brimful.data.store import SPANS, spans_of, token_dtype
 from brimful.tasks.chat_template import ChatTemplate, Encoded, RowError, load_auto_tokenizer, pieces
-from brimful.tasks.reply_spans import NoReply
+from brimful.tasks.reply_spans import NoReply, roles_out_of_order
 from brimful.tasks.special_tokens import without_post_processor
 
 TOKENS = "tokens"
+READ_AS_TOKENS = "special tokens read as tokens"
+ROLE_ORDER = "roles out of order"
+"""Reasons of notes on rows."""
 FOUND_BY = {
     "generation tag": "the template's own tag",
     "sentinel": "comparing texts",
@@ -74,6 +77,7 @@ class ConversationEncoder:
         results = self.template.encode_batch([(one["messages"], one.get("tools")) for one in conversations])
         kept: list[list[Any]] = []
         drops: list[Drop] = []
+        notes: list[Note] = []
         truncated = lost = characters = 0
         for number, result in enumerate(results):
             if isinstance(result, RowError):
@@ -89,25 +93,38 @@ class ConversationEncoder:
                 drops.append(Drop(number, NoReply.reason, message))
                 continue
             kept += usable
+            notes += special_notes(number, self.template, texts[number], (one for row in result for one in row.tokens))
+            if order := roles_out_of_order(conversations[number]["messages"]):
+                notes.append(Note(number, ROLE_ORDER, order))
             excess = [len(row.tokens) - self.limit for row in result if len(row.tokens) > self.limit]
             truncated += len(excess)
             lost += sum(excess)
             characters += len(texts[number])
         return EncodedRows.of(
             kept, fields=2, dtype=token_dtype(self.template.vocab_size), rows_used=len(texts) - len(drops), drops=drops,
-            truncated=[truncated], lost_tokens=[lost], characters=[characters],
+            notes=notes, truncated=[truncated], lost_tokens=[lost], characters=[characters],
         )  # fmt: skip
+
+
+def special_notes(row: int, template: ChatTemplate, text: str, ids: Iterable[int]) -> list[Note]:
+    """What became of the special tokens in the text of a row."""
+    letters, tokens = template.special_words(text, ids)
+    words = {READ_AS_LETTERS: letters, READ_AS_TOKENS: tokens}
+    return [Note(row, reason, ", ".join(names)) for reason, names in words.items() if names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
-    """The `RowEncoder` of plain text. Text that looks like a special token means its letters."""
+    """The `RowEncoder` of plain text. A special token in a text is this token, as in transformers: texts that are made for a
+    model have them on purpose. Tokenizers with `split_special_tokens` read its letters."""
 
     tokenizer: Tokenizer
     limit: int
     """The most tokens of a piece."""
     eos_id: int
     vocab_size: int
+    special: Mapping[int, str] = field(default_factory=dict)
+    """The special tokens that are read as such, by id."""
     first_ids: tuple[int, ...] = ()
     """What the tokenizer puts before every text: bos, or nothing."""
 
@@ -119,11 +136,13 @@ class TextEncoder:
         """With the tokenizer of a model folder; it needs no chat template."""
         loaded = load_auto_tokenizer(folder)
         tokenizer = Tokenizer.from_str(json.dumps(without_post_processor(loaded.backend_tokenizer)))
-        tokenizer.encode_special_tokens = True
+        tokenizer.encode_special_tokens = letters = bool(loaded.split_special_tokens)
+        added = {} if letters else tokenizer.get_added_tokens_decoder()
         first = [one for one in loaded("")["input_ids"] if one == loaded.bos_token_id]
         return cls(
             tokenizer=tokenizer, limit=max_tokens, eos_id=int(loaded.eos_token_id), first_ids=tuple(first[:1]),
             vocab_size=1 + max(loaded.get_vocab().values()),
+            special={number: token.content for number, token in added.items() if token.special},
         )  # fmt: skip
 
     method = "all tokens"
@@ -138,7 +157,7 @@ class TextEncoder:
 
     @property
     def key(self) -> str:
-        return f"text, {list(self.first_ids)}, {self.eos_id}, {self.limit}"
+        return f"text, {list(self.first_ids)}, {self.eos_id}, {self.limit}, {'with' if self.special else 'no'} special tokens"
 
     def __call__(self, rows: pa.RecordBatch, /) -> EncodedRows:
         documents: list[str] = rows.column(0).to_pylist()
@@ -147,17 +166,20 @@ class TextEncoder:
         encodings = iter(batch)
         kept: list[list[list[int]]] = []
         drops: list[Drop] = []
+        notes: list[Note] = []
         characters = 0
         for number, text in enumerate(documents):
             ids = [one for _ in passages[number] for one in next(encodings).ids]
             if not ids:
                 drops.append(Drop(number, EMPTY, "the text is empty"))
                 continue
+            if special := self.special.keys() & set(ids):
+                notes.append(Note(number, READ_AS_TOKENS, ", ".join(sorted(self.special[one] for one in special))))
             kept += [[piece] for piece in _cut([*self.first_ids, *ids, self.eos_id], self.limit)]
             characters += len(text)
         return EncodedRows.of(
             kept, fields=1, dtype=token_dtype(self.vocab_size), rows_used=len(documents) - len(drops), drops=drops,
-            truncated=[0], lost_tokens=[0], characters=[characters],
+            notes=notes, truncated=[0], lost_tokens=[0], characters=[characters],
         )  # fmt: skip
 
 

@@ -223,7 +223,7 @@ class ChatEvaluation(Pretrain):
         if store.meta.tokenizer_fingerprint != self.tokenizer.facts.fingerprint:
             raise BadData(
                 f"{data} was made with another tokenizer than {self.source}. "
-                f"Try: the raw files, or `brimful data tokenize --tokenizer {self.source}`."
+                f"Try: the raw files, or `brimful data tokenize FILES --model {self.source} --output STORE`."
             )
         self._truncation = {"max_tokens": store.meta.max_tokens, "truncated": store.meta.truncated}
         trains_on = self.trains_on if has_replies(store) else "all"

@@ -15,9 +15,9 @@ between the generation prompt and the reply, or between the reply and the end of
 model has to write it; white space after the end of the turn is not. Where a template prints nothing after the last reply,
 the eos token is appended and trained.
 
-Text that looks like a special token ("<|im_end|>" in a question about chat formats) means these letters: it is encoded as
-plain text, so that a row cannot end a turn or begin one. Tokens that models write in the middle of a reply, such as <think>
-and <tool_call>, stay tokens. No bos token is added to what the template prints.
+Text that looks like a token with which the template marks turns ("<|im_end|>" in a question about chat formats) means these
+letters, so that a row cannot end a turn or begin one; other special tokens stay tokens (see special_tokens.py). No bos token is
+added to what the template prints.
 """
 
 import hashlib
@@ -165,6 +165,7 @@ class ChatTemplate:
             self.pad_id,
             self._end_ids,
             self.method,
+            sorted(self._vocabulary.control),
         ]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()
 
@@ -205,6 +206,11 @@ class ChatTemplate:
         hide = self._vocabulary.looks_special(plain) or self._vocabulary.looks_special(tools)
         text = form.prompt(plain, tools, hide)
         return self._vocabulary.encode([MarkedText(text, [], enclosed=hide)])[0][0]
+
+    def special_words(self, text: str, ids: Iterable[int]) -> tuple[list[str], list[str]]:
+        """The special tokens that this text of a conversation contains: those that become letters, and those that become
+        tokens, because they are among its ids."""
+        return self._vocabulary.special_words(text, ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self.tokenizer.decode([int(one) for one in ids], skip_special_tokens=skip_special_tokens))

@@ -1,4 +1,5 @@
-"""`brimful data check FILES --model MODEL`: rows as a model will read them. One pass, nothing written.
+"""`brimful data check FILES --model MODEL`: rows as a model will read them. One pass, nothing written. `data tokenize FILES
+--model MODEL` writes the same rows into a token store.
 
 The rows go through the encoder of `brimful train --model MODEL`: of `sft`, for texts of `pretrain`, for preferences of `dpo`.
 What it drops, truncates and trains on is counted here. Packing is tried on a sample, in steps of `STEP_ROWS` rows drawn at
@@ -10,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,10 +22,10 @@ from brimful.data.check import Duplicates, read_progress, row_hashes
 from brimful.data.read.files import RowProblem
 from brimful.data.read.source import Source, check_max_bad, holds_preferences, open_source
 from brimful.data.store import trained
-from brimful.data.tokenize import dropped_rows
+from brimful.data.tokenize import RowNotes, TokenizeOptions, TokenizeReport, dropped_rows, named, tokenize
 from brimful.errors import BadOption
-from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions
-from brimful.tasks.token_stores import causal_encoder
+from brimful.tasks.language import LanguageOptions, Pretrain, Sft, SftOptions, TrainOn
+from brimful.tasks.token_stores import causal_encoder, with_template
 from brimful.units import parse_bytes
 
 EXAMPLES = 3
@@ -67,6 +70,8 @@ class RowsReport:
     dropped: dict[str, int]
     problems: dict[str, tuple[RowProblem, ...]]
     """By reason, the first rows with different messages."""
+    notes: dict[str, RowNotes]
+    """By reason, rows that are used and whose owner should know something."""
     repeated: int
     """Rows that are equal to an earlier one. They are trained on."""
     first_repeated: RowProblem | None
@@ -115,13 +120,14 @@ def check_rows(
     check_max_bad(max_bad)
     started = time.monotonic()
     limit = parse_bytes(host_limit, flag="host_limit=")
-    pairs = holds_preferences(paths, columns=columns, host_limit_bytes=limit)
-    source = open_source(paths, columns=columns, host_limit_bytes=limit, messages=not pairs, preferences=pairs)
-    task = _task(source, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens)
-    encoder = _encoder(task, source, chat_template)
+    source, task, encoder = open_for_model(
+        paths, model=model, columns=columns, chat_template=chat_template, max_tokens=max_tokens, host_limit_bytes=limit
+    )
+    pairs = source.layout.kind == "preference"
     repeated = Duplicates(host_limit_bytes=limit)
     dropped: Counter[str] = Counter()
     problems: dict[str, dict[str, RowProblem]] = {}
+    notes: dict[str, RowNotes] = {}
     lengths: list[npt.NDArray[np.int32]] = []
     examples: list[tuple[Piece, ...]] = []
     rows_in = tokens = trained_tokens = truncated = lost = refused = 0
@@ -135,6 +141,9 @@ def check_rows(
             first = problems.setdefault(reason, {})
             if len(first) < EXAMPLES:
                 first.setdefault(problem.message, problem)
+        for note in encoded.notes:
+            known = notes.get(note.reason) or RowNotes(0, str(named(chunk, note)))
+            notes[note.reason] = RowNotes(known.rows + 1, known.first)
         place = 0
         for sizes in encoded.lengths.tolist():
             edges = np.cumsum([place, *sizes])
@@ -163,16 +172,24 @@ def check_rows(
         max_tokens=task.max_tokens,
         rows_in=rows_in, rows_out=len(every), dropped=dict(dropped),
         problems={reason: tuple(first.values()) for reason, first in problems.items()},
-        repeated=count, first_repeated=RowProblem(*places[0], "came before") if places else None, tokens=tokens,
+        notes=notes, repeated=count, first_repeated=RowProblem(*places[0], "came before") if places else None, tokens=tokens,
         trained_tokens=trained_tokens, truncated=truncated, lost_tokens=lost, lengths=_summary(every),
         packing=None if pairs else _packing(every, task.max_tokens[0]), examples=tuple(examples), max_bad=max_bad, refused=refused,
         seconds=time.monotonic() - started,
     )  # fmt: skip
 
 
-def _task(source: Source, **options: Any) -> Pretrain:
-    """The task that would train on these rows."""
-    if source.layout.kind == "preference":
+def open_for_model(
+    paths: Sequence[str], *, model: str, columns: str | None = None, host_limit_bytes: int, **options: Any
+) -> tuple[Source, Pretrain, Any]:
+    """Rows, the task that would train this model on them, and what turns them into tokens as in training. `options` are those
+    of the task."""
+    pairs = holds_preferences(paths, columns=columns, host_limit_bytes=host_limit_bytes)
+    source = open_source(
+        paths, columns=columns, host_limit_bytes=host_limit_bytes, messages=not pairs, preferences=pairs
+    )
+    options = {**options, "model": model, "columns": columns}
+    if pairs:
         from brimful.tasks.preference import Dpo, DpoOptions
 
         task: Pretrain = Dpo(DpoOptions(**options))
@@ -181,8 +198,8 @@ def _task(source: Source, **options: Any) -> Pretrain:
     else:
         task = Sft(SftOptions(**options))
     if task.source is None:
-        raise BadOption(f"model={options['model']!r} has new weights and no tokenizer yet. Try: a model folder.")
-    return task
+        raise BadOption(f"model={model!r} has new weights and no tokenizer yet. Try: a model folder.")
+    return source, task, _encoder(task, source, task.options.chat_template)
 
 
 def _encoder(task: Pretrain, source: Source, chat_template: str | None) -> Any:
@@ -192,6 +209,23 @@ def _encoder(task: Pretrain, source: Source, chat_template: str | None) -> Any:
     from brimful.tasks.pair_data import PairEncoder
 
     return PairEncoder.load(task.source, causal=task.family.causal, max_tokens=task.max_tokens, template=chat_template)
+
+
+def tokenize_for_model(
+    paths: Sequence[str], *, model: str, output: str | Path, options: TokenizeOptions, chat_template: str | None = None,
+    train_on: TrainOn | None = None, max_tokens: str | None = None, progress: Callable[[str], object] = lambda phrase: None,
+) -> TokenizeReport:  # fmt: skip
+    """A token store that `brimful train … --model MODEL` reads: its rows are those that it would make of these files."""
+    source, task, encoder = open_for_model(
+        paths, model=model, columns=options.columns, host_limit_bytes=options.host_limit_bytes, chat_template=chat_template,
+        train_on=train_on, max_tokens=max_tokens,
+    )  # fmt: skip
+    assert task.source is not None
+    with TemporaryDirectory() as folder:
+        tokenizer = Path(task.source)
+        if chat_template is not None:  # the store and the trained model have the template beside the tokenizer
+            tokenizer = with_template(tokenizer, chat_template, Path(folder))
+        return tokenize(source, tokenizer=tokenizer, output=output, options=options, encoder=encoder, progress=progress)
 
 
 def _summary(lengths: npt.NDArray[np.int32]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from brimful.data.pipeline import writing_to
 from brimful.errors import BadModel, BadOption, UserError
 from brimful.files import FileLock, read_json, sync_tree
 from brimful.machine.host import Space
-from brimful.tasks.model_folder import CONFIG, INDEX, as_bad_model, check_shards, quiet
+from brimful.tasks.model_folder import CONFIG, INDEX, ORIGIN, as_bad_model, check_shards, quiet, trained_by
 from brimful.units import show_bytes
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def write_model(
         source: The model folder.
         output: The folder to write, which must not exist.
         dtype: Of the weights. Default: as they are.
-        tokenizer: A folder whose tokenizer is taken instead of the source's, if it has one.
+        tokenizer: The folder of an adapter that is merged: its tokenizer is taken instead of the source's, if it has one.
         change: Called with the name and content of every tensor; returns what is written, of the same shape.
         model: A model in memory whose weights are written instead of the files'.
         progress: Called with a phrase for every tensor.
@@ -120,6 +120,7 @@ def write_model(
             shutil.copyfile(file, part / file.name)
         _write_generation_config(part)
         add_end_ids(part)
+        _write_origin(tokenizer or source, part)
 
 
 def add_end_ids(folder: Path) -> None:
@@ -150,6 +151,13 @@ def copy_folder(source: Path, output: Path) -> None:
     with new_folder(output, needs_bytes=sum(file.stat().st_size for file in files)) as part:
         for file in files:
             shutil.copyfile(file, part / file.name)
+        _write_origin(source, part)
+
+
+def _write_origin(trained: Path, folder: Path) -> None:
+    """Which task trained the model: `dpo` warns of one that was never fine-tuned."""
+    if task := trained_by(trained):
+        (folder / ORIGIN).write_text(json.dumps({"task": task}) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -163,7 +162,7 @@ class Pretrain(Task):
         """The saved adapter that training continues with."""
         if self.source is not None:
             self._check_source(self.source)
-        self.config = _config(model if self.preset else self.source)
+        self.config = _config(self.source or model)
         self.family = self._family()
         self.family.check(self.options)
         if self.freeze not in self.family.parts:
@@ -255,13 +254,21 @@ class Pretrain(Task):
         eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         if not self.family.causal and store.meta.eos_id not in eos:
             problems.append(f"its eos id is {store.meta.eos_id} and the model's {', '.join(map(str, eos))}")
+        if self.positions is not None and max(store.longest) > self.positions and self._has_position_table():
+            problems.append(
+                f"its longest row has {max(store.longest):,} tokens and the model {self.positions:,} positions"
+            )
         if self._has_other_tokenizer(store):
             problems.append(f"it was made with another tokenizer than {self.source}")
         if problems:
-            made_by = f"made by `brimful data tokenizer --model {self.options.model or self.default_model}`"
+            model = self.options.model or self.default_model
             raise BadData(
-                f"{data} cannot train {self.name}: {' and '.join(problems)}. "
-                f"Try: the raw files, or rows tokenized with the tokenizer {made_by if self.source is None else self.source}."
+                f"{data} cannot train {self.name}: {' and '.join(problems)}. Try: the raw files, or "
+                + (
+                    f"`brimful data tokenize FILES --model {model} --output STORE`."
+                    if self.source is not None
+                    else f"rows tokenized with the tokenizer made by `brimful data tokenizer --model {model}`."
+                )
             )
         return store
 
@@ -437,10 +444,16 @@ class Pretrain(Task):
         """The lengths of the preset or the saved model, unless the user says otherwise."""
         if self.preset is not None:
             return self.preset.worst_shape
-        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        if not self.family.causal or not isinstance(positions, int):
+        positions = self.positions
+        if not self.family.causal or positions is None:
             return self.family.lengths
         return tuple(min(length, positions) for length in self.family.lengths)
+
+    @property
+    def positions(self) -> int | None:
+        """The tokens of a row that the model was made for, as far as its configuration tells."""
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) else None
 
     def _max_tokens(self) -> Shape:
         lengths, longest = self.options.lengths, self._longest()
@@ -451,7 +464,28 @@ class Pretrain(Task):
                 f"max_tokens={self.options.max_tokens!r} has two numbers, and a row of a causal model is one sequence. "
                 f"Try: {sum(lengths)}."
             )
+        if self.positions is not None and max(lengths) > self.positions and self._has_position_table():
+            raise BadOption(
+                f"max_tokens={self.options.max_tokens!r} is more than the {self.positions:,} positions that this "
+                f"{self.config.model_type} model has an embedding for. Try: {self.positions}."
+            )
         return lengths * len(longest) if len(lengths) == 1 else lengths
+
+    def _has_position_table(self) -> bool:
+        """Whether positions are embedded, as in GPT-2: there are no more. Rotary ones go on, untrained."""
+        import torch
+        from torch import nn
+
+        with torch.device("meta"):
+            model = self._new_weights()
+        tables = [
+            part.num_embeddings
+            for part in model.modules()
+            if isinstance(part, nn.Embedding) and part is not model.get_input_embeddings()
+        ]
+        return self.positions is not None and any(
+            0 <= rows - self.positions <= 2 for rows in tables
+        )  # OPT has two more
 
     def _new_weights(self) -> Any:
         """The whole model in float32, as `initial_model` loads it, whatever its files are in. transformers writes the dtype
@@ -494,9 +528,8 @@ def _resolved(model: str) -> str:
     return str(resolve(model))
 
 
-@cache
 def _config(model: str) -> Any:
-    """The configuration of a preset or of a model folder, read or made once."""
+    """The configuration of a preset or of a model folder, which may have been saved again since it was read."""
     if model in PRESETS:
         config = PRESETS[model].config()
     else:

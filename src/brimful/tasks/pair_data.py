@@ -13,15 +13,17 @@ when they are truncated, replies that do not answer the same messages.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from brimful.data.encode import EMPTY, LONG_CHARACTERS, Drop, EncodedRows
+from brimful.data.encode import EMPTY, LONG_CHARACTERS, READ_AS_LETTERS, Drop, EncodedRows, Note
 from brimful.data.store import token_dtype
-from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer
+from brimful.data.tokenizer.folder import TokenizerFacts, load_tokenizer, special_words
+from brimful.tasks.causal_data import special_notes
 from brimful.tasks.chat_template import ChatTemplate, RowError
 from brimful.tasks.pair_batches import FIELDS, REPLIES
 
@@ -40,6 +42,9 @@ class PairTokenizer(Protocol):
     def key(self) -> str: ...
 
     def encode(self, pairs: Sequence[dict[str, Any]]) -> list[list[list[int]] | RowError]: ...
+
+    def notes(self, row: int, text: str, fields: Sequence[list[int]]) -> list[Note]:
+        """What the owner of a pair should know of it. `text` is the pair in JSON."""
 
     def truncated(self, prompt: list[int], replies: list[list[int]]) -> list[list[int]]: ...
 
@@ -80,6 +85,9 @@ class TemplatePairs:
                 rows.append([chosen[0], chosen[1], rejected[1]])
         return rows
 
+    def notes(self, row: int, text: str, fields: Sequence[list[int]]) -> list[Note]:
+        return special_notes(row, self.template, text, chain(*fields))
+
     def truncated(self, prompt: list[int], replies: list[list[int]]) -> list[list[int]]:
         longest = max(map(len, replies))
         kept = min(len(prompt), max(self.limit - longest, self.limit // 2))
@@ -95,6 +103,8 @@ class TextPairs:
     """The most tokens of a prompt and of a reply, eos included."""
     eos_id: int
     vocab_size: int
+    special: tuple[str, ...] = ()
+    """Special tokens whose letters are worth a note."""
 
     @property
     def key(self) -> str:
@@ -112,6 +122,10 @@ class TextPairs:
             texts += [prompt[-LONG_CHARACTERS:], *replies]
         ids = [one.ids for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
         return [[[*one, self.eos_id] if one else [] for one in ids[n : n + 3]] for n in range(0, len(ids), 3)]
+
+    def notes(self, row: int, text: str, fields: Sequence[list[int]]) -> list[Note]:
+        tokens = [token for token in self.special if token in text]
+        return [Note(row, READ_AS_LETTERS, ", ".join(tokens))] if tokens else []
 
     def truncated(self, prompt: list[int], replies: list[list[int]]) -> list[list[int]]:
         return [prompt[-self.limits[0] :], *(reply[: self.limits[1]] for reply in replies)]
@@ -140,7 +154,11 @@ class PairEncoder:
             )
         facts = TokenizerFacts.read(folder)
         pairs = TextPairs(
-            tokenizer=load_tokenizer(folder), limits=max_tokens, eos_id=facts.eos_id, vocab_size=facts.vocab_size
+            tokenizer=load_tokenizer(folder),
+            limits=max_tokens,
+            eos_id=facts.eos_id,
+            vocab_size=facts.vocab_size,
+            special=special_words(folder),
         )
         return cls(pairs=pairs, folder=Path(folder))
 
@@ -164,6 +182,7 @@ class PairEncoder:
         }
         usable = [number for number in range(len(texts)) if number not in drops_by_row]
         kept: list[list[list[int]]] = []
+        notes: list[Note] = []
         truncated, lost, characters = [0, 0, 0], [0, 0, 0], [0, 0, 0]
         for number, result in zip(usable, self.pairs.encode([preferences[one] for one in usable]), strict=True):
             if isinstance(result, RowError):
@@ -174,6 +193,7 @@ class PairEncoder:
                 drops_by_row[number] = drop
                 continue
             kept.append(row)
+            notes += self.pairs.notes(number, texts[number], result)
             for field, (before, after) in enumerate(zip(result, row, strict=True)):
                 truncated[field] += len(after) < len(before)
                 lost[field] += len(before) - len(after)
@@ -181,7 +201,7 @@ class PairEncoder:
                 characters[field] += sum(len(_content(one)) for one in (part if field == 0 else [part]))
         return EncodedRows.of(
             kept, fields=3, dtype=token_dtype(self.pairs.vocab_size), rows_used=len(kept),
-            drops=[drops_by_row[number] for number in sorted(drops_by_row)], truncated=truncated, lost_tokens=lost, characters=characters,
+            drops=[drops_by_row[number] for number in sorted(drops_by_row)], notes=notes, truncated=truncated, lost_tokens=lost, characters=characters,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from brimful.errors import BadData, BadOption, BadRun
+from brimful.errors import BadData, BadOption
 from brimful.task import Dataset, Loss
 from brimful.tasks.language import TRY_MODEL, Sft, SftOptions
 from brimful.tasks.pair_batches import REFERENCE
@@ -267,14 +267,10 @@ class Dpo(Sft):
         return remarks
 
     def _is_pretrained(self) -> bool:
-        """Whether the model comes from a run of `pretrain`; of other folders nothing is known."""
-        from brimful.tasks.model_folder import run_of
+        """Whether the model is that of `pretrain`; of folders that others wrote nothing is known."""
+        from brimful.tasks.model_folder import trained_by
 
-        run = None if self.source is None else run_of(Path(self.source))
-        try:
-            return run is not None and run.read_request().task == "pretrain"
-        except BadRun:
-            return False
+        return self.source is not None and trained_by(Path(self.source)) == "pretrain"
 
     def _loss_words(self) -> str:
         """`sigmoid, beta 0.1`."""

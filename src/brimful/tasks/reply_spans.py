@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -99,6 +99,7 @@ class TemplateFormat:
     def __post_init__(self) -> None:
         self._variables = dict(self.tokenizer.special_tokens_map)
         self._try_samples()
+        self._reserve_tokens()
         self._learn_calls()
         self._learn_ends()
         self._learn_lead()
@@ -462,6 +463,17 @@ class TemplateFormat:
                 f"the chat template in {self.folder} fails on a question and its answer: {problem}. {TRY_TEMPLATE}"
             )
 
+    def _reserve_tokens(self) -> None:
+        """The special tokens that this template prints, or that have a role in every text, mean only that."""
+        texts = []
+        for sample in _SAMPLES:
+            with suppress(RowError):
+                texts.append(self.render(self.plain(sample), prompt=True))
+                texts.append(self.render(self.plain(sample)))
+        ends = [text for text, number in self.vocabulary.special.items() if number in self.generation_ends]
+        roles = [value for value in self._variables.values() if isinstance(value, str)]
+        self.vocabulary.reserve(texts, [*roles, *ends])
+
     def _learn_calls(self) -> None:
         """In which form the template reads tool calls, if it prints them at all."""
         for self.arguments_text, self.no_content in product((False, True), (None, "")):
@@ -603,6 +615,16 @@ _TOOL_SAMPLE: list[dict[str, Any]] = [
     {"role": "tool", "name": "longest_river", "tool_call_id": "call12345", "content": "Nile"},
     {"role": "assistant", "content": "Probably the Nile."},
 ]
+
+
+def roles_out_of_order(messages: Sequence[Message]) -> str | None:
+    """What is unusual about the order of the roles, whether the template minds or not; None if nothing is."""
+    rest = [message["role"] for message in messages]
+    while rest and rest[0] in ("system", "developer"):
+        rest.pop(0)
+    before = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
+    usual = rest[:1] == ["user"] and all(one in before.get(other, ()) for one, other in pairwise(rest))
+    return None if usual else f"the roles are {_roles(messages)}"
 
 
 def check_replies(messages: Sequence[Message], prints_calls: bool) -> None:

@@ -1,9 +1,13 @@
-"""Text to tokens with marks, and special tokens told apart from text that looks like them.
+"""Text to tokens with marks, and the special tokens of a chat template told apart from text that looks like them.
 
-"<|im_end|>" in a question about chat formats means these letters. If a conversation contains such letters, they are broken by a
-character that stands in no text before the template prints them. All special tokens in the printed text are then the
-template's own. These are enclosed in two more such characters, the broken ones repaired, and a second tokenizer that knows
-special tokens in their enclosed form alone encodes the text. Its other ids are those of the first.
+"<|im_end|>" in a question about chat formats means these letters: as a token it would end the turn. So the tokens with which a
+template marks turns, and those that begin, end and pad a text, are the template's alone. All others, such as `<|action|>`,
+`<think>` or `<|fim_prefix|>`, stand in a message because its author wants the token, and become tokens as in transformers.
+
+If a conversation contains the letters of a token of the first kind, they are broken by a character that stands in no text
+before the template prints them. All such tokens in the printed text are then the template's own. These are enclosed in two
+more such characters, the broken ones repaired, and a second tokenizer that knows them in their enclosed form alone encodes the
+text. Its other ids are those of the first.
 """
 
 import json
@@ -12,6 +16,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -19,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer
 HIDDEN, OPEN, CLOSE = "\U0010fffe", "\U0010fffd", "\U000ffffd"
 """Characters that stand in no text: one breaks a special token in a message, two enclose those the template prints."""
 _MODEL_WRITES = re.compile("think|reason|tool|func", re.IGNORECASE)
-"""Special tokens that belong in the middle of a reply."""
+"""Special tokens that belong in the middle of a reply, also where the template prints them itself."""
 
 
 @dataclass(slots=True)
@@ -51,8 +56,9 @@ class Vocabulary:
         self._added = [one for one in content["added_tokens"] if one["content"]]
         self.special = {one["content"]: one["id"] for one in self._added if one["special"]}
         self._special_ids = set(self.special.values())
-        self._control = [text for text in self.special if not _MODEL_WRITES.search(text)]
-        self._pattern = any_of(self._control)
+        self.control: set[str] = set()
+        """Special tokens that are the template's alone."""
+        self._pattern = any_of([])
         self.edges = any_of([*self.special, OPEN])
         """Where a token may begin."""
         self._prefixes = self._ids("\na") != self._ids("\n") + self._ids("a")
@@ -63,8 +69,28 @@ class Vocabulary:
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def reserve(self, texts: Iterable[str], names: Iterable[str]) -> None:
+        """Leave the special tokens that a template prints in these texts, and those with these names, to the template."""
+        printed = {match[0] for text in texts for match in any_of(self.special).finditer(text)}
+        found = (printed | set(names)) & self.special.keys()
+        self.control |= {name for name in found if not _MODEL_WRITES.search(name)}
+        self._pattern = any_of(self.control)
+
+    def special_words(self, text: str, ids: Iterable[int]) -> tuple[list[str], list[str]]:
+        """The special tokens whose letters are in this text: those that are the template's alone, and those that are among
+        the text's ids."""
+        names = self._names_by_id
+        tokens = [
+            names[one] for one in names.keys() & set(ids) if names[one] not in self.control and names[one] in text
+        ]
+        return sorted({match[0] for match in self._pattern.finditer(text)}), sorted(tokens)
+
+    @cached_property
+    def _names_by_id(self) -> dict[int, str]:
+        return {number: name for name, number in self.special.items() if not _MODEL_WRITES.search(name)}
+
     def looks_special(self, content: Any) -> bool:
-        """Whether a string in messages or tools contains the letters of a special token."""
+        """Whether a string in messages or tools contains the letters of a token that is the template's alone."""
         if isinstance(content, str):
             return self._pattern.search(content) is not None
         if isinstance(content, Mapping):
@@ -72,7 +98,7 @@ class Vocabulary:
         return isinstance(content, list | tuple) and any(self.looks_special(one) for one in content)
 
     def hide(self, content: Any) -> Any:
-        """The same messages with each special token broken, so that those the template prints are the only ones."""
+        """The same messages with each such token broken, so that those the template prints are the only ones."""
         if isinstance(content, str):
             return self._pattern.sub(lambda match: match[0][0] + HIDDEN + match[0][1:], content)
         if isinstance(content, Mapping):
@@ -135,7 +161,7 @@ class Vocabulary:
         """A tokenizer that knows special tokens only where they are enclosed, and what its ids are in the real one."""
         with self._lock:
             if self._enclosed is None:
-                names = set(self._control)
+                names = self.control
                 kept = [one for one in self._added if one["content"] not in names]
                 tokenizer = Tokenizer.from_str(
                     json.dumps({**without_post_processor(self._backend), "added_tokens": []})

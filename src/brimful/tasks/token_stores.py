@@ -17,17 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brimful.data.encode import READ_AS_LETTERS
 from brimful.data.store import NAME, TOKENIZER_FILES, Store, StoreMeta
 from brimful.data.tokenizer.folder import TokenizerFacts, write_template
 from brimful.errors import BadData, BadOption
 from brimful.files import write_atomic
 from brimful.machine.host import tree_bytes
 from brimful.task import Dataset
+from brimful.tasks.causal_data import READ_AS_TOKENS, ROLE_ORDER, ConversationEncoder, TextEncoder
 from brimful.tasks.presets import CHAT_TEMPLATE
-from brimful.units import GiB
+from brimful.units import GiB, show_count
 
 if TYPE_CHECKING:
     from brimful.data.read.source import Source
+    from brimful.data.tokenize import RowNotes
     from brimful.tasks.language import Pretrain
 
 FIELDS = ("prompt", "response")
@@ -82,6 +85,9 @@ def token_store(
         message += f" ({_first_dropped(store)})"
     if truncated:
         message += f"; truncated {truncated:,} texts to {'+'.join(map(str, task.max_tokens))} tokens"
+    if report.notes:
+        counts = {reason: show_count(note.rows, "row") for reason, note in report.notes.items()}
+        message += f"; {', '.join(f'{count} with {reason}' for reason, count in counts.items())}"
     if report.skipped:
         message += f"; {skipped_note(report.skipped)}"
     progress(message)
@@ -92,6 +98,8 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     """Where the tokens come from and how many texts were truncated, as choices of the plan."""
     if not isinstance(rows, Store):
         return []
+    from brimful.data.tokenize import RowNotes
+
     options, meta = task.options, rows.meta
     sides = {"tokens": "rows", "chosen": "chosen replies", "rejected": "rejected replies"}
     longer = [
@@ -102,12 +110,33 @@ def remarks(task: "Pretrain", rows: Dataset) -> list[tuple[str, Any, Any, str]]:
     reason = f"{' and '.join(longer)} were longer and are truncated" if longer else "no row is longer"
     if rows.fields == ("tokens",):
         reason = "longer texts are divided into several rows"
+    if task.family.causal and task.positions is not None and max(rows.longest) > task.positions:
+        reason += f"; warning: the model was made for {task.positions:,} positions"
     dropped, first = _dropped(meta.dropped), _first_dropped(rows.path)
     dropped += f" ({first})" if dropped and first else ""
     return [
         ("tokenizer", options.tokenizer, options.tokenizer or f"{meta.vocab_size:,} tokens", _origin(task, rows)),
         ("max_tokens", requested, limits, reason),
         ("rows", meta.rows_in, meta.rows, f"dropped {dropped}" if dropped else "none dropped"),
+        *(
+            (reason, None, count, words)
+            for reason, count, words in _noted(RowNotes.read(rows.path), task.family.causal)
+        ),
+    ]
+
+
+def _noted(notes: "Mapping[str, RowNotes]", causal: bool) -> list[tuple[str, str, str]]:
+    """For each reason, how many rows there are, what becomes of them, and the first of them."""
+    marks_turns = "the chat template marks turns with these tokens, so in a text only their letters can be meant"
+    words = {
+        READ_AS_LETTERS: f"warning: {marks_turns if causal else 'transformers would read these tokens'}",
+        READ_AS_TOKENS: "as in transformers",
+        ROLE_ORDER: "warning: the template prints them, and they are trained on",
+    }
+    return [
+        (reason, show_count(note.rows, "row"), f"{words[reason]}; the first: {note.first}")
+        for reason, note in notes.items()
+        if reason in words
     ]
 
 
@@ -180,8 +209,6 @@ def check_fields(task: "Pretrain", data: str, source: "Source") -> None:
 def causal_encoder(task: "Pretrain", source: "Source", tokenizer: str | Path, template: str | None = None) -> Any:
     """What turns the rows of this source into tokens: whole texts, or conversations by the tokenizer's chat template or
     another one."""
-    from brimful.tasks.causal_data import ConversationEncoder, TextEncoder
-
     if source.layout.kind == "text":
         return TextEncoder.load(tokenizer, max_tokens=task.max_tokens[0])
     train_on = task.options.train_on or task.trains_on
@@ -221,7 +248,7 @@ def _find_tokenizer(
         return _new_tokenizer(task, data, folder, progress)
     if task.options.chat_template is None:
         return Path(tokenizer)
-    return _with_template(Path(tokenizer), task.options.chat_template, folder)
+    return with_template(Path(tokenizer), task.options.chat_template, folder)
 
 
 def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable[[str], object]) -> Path:
@@ -245,12 +272,12 @@ def _new_tokenizer(task: "Pretrain", data: str, folder: Path, progress: Callable
     if task.preset.causal:
         write_template(output, CHAT_TEMPLATE)
         if task.options.chat_template is not None:
-            return _with_template(output, task.options.chat_template, folder)
+            return with_template(output, task.options.chat_template, folder)
     progress(f"trained a tokenizer of {report.vocab_size:,} tokens on {data}: {output}")
     return output
 
 
-def _with_template(tokenizer: Path, template: str, folder: Path) -> Path:
+def with_template(tokenizer: Path, template: str, folder: Path) -> Path:
     """A copy of the tokenizer with another chat template, which is then saved with the store and with the model."""
     from brimful.tasks.chat_template import ChatTemplate
 

@@ -63,8 +63,9 @@ class TokenizerFacts:
         )
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The folder's tokenizer without truncation, padding or special tokens inside texts."""
+def load_tokenizer(folder: str | Path, *, special_tokens: bool = False) -> Tokenizer:
+    """The folder's tokenizer without truncation and padding, and without special tokens inside texts; with `special_tokens` it
+    has them, unless the folder says otherwise."""
     path = Path(folder) / MODEL_FILE
     if not path.is_file():
         raise BadData(
@@ -76,8 +77,17 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise BadData(f"{path} cannot be read as a tokenizer ({in_one_line(error)}). Try: save it again.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    config = _read_object(Path(folder) / _CONFIG_FILES[0]) if special_tokens else {}
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", not special_tokens))
     return tokenizer
+
+
+def special_words(folder: str | Path) -> tuple[str, ...]:
+    """Special tokens that transformers would find inside texts, and `load_tokenizer` does not."""
+    if _read_object(Path(folder) / _CONFIG_FILES[0]).get("split_special_tokens"):
+        return ()
+    added = load_tokenizer(folder).get_added_tokens_decoder().values()
+    return tuple(sorted(token.content for token in added if token.special and token.content))
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> TokenizerFacts:

@@ -164,7 +164,7 @@ class Bench:
 
     @contextmanager
     def space(self, wanted: int) -> Iterator[None]:
-        """So many bytes of the card that nobody else uses, as far as that can be had by waiting."""
+        """Reserve this many bytes of the card among the benches that share it. Waits until others release theirs, but not for ever."""
         if self.room is None:
             yield
             return

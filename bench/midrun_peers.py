@@ -144,8 +144,8 @@ class Recorder:
             self.memory.give_back()
 
     def before_step(self, stepper: brimful.Stepper) -> None:
-        """A step of Brimful's begins, which may be a replay. Memory goes as it would during an evaluation, for which a graph
-        gives back what it holds; while it holds it nobody can take that, and nothing would be disturbed."""
+        """A step of Brimful's begins, which may be a replay. The memory is taken after a graph has given back its own, as it does
+        for an evaluation. Else nothing would be left to take, and the run would not be disturbed."""
         if self.take_at is not None and not self._taken and self.calls >= self.take_at - 1:
             stepper.free_memory()
         self.forward()

@@ -1,9 +1,8 @@
 """How far predictions were from what was measured, and what of an estimate was never compared.
 
 13 steps of a T5 with 188 M parameters on an H200 are the measurements whose figures were kept (`tests/estimation/test_measured.py`):
-padded rows, bf16 autocast over fp32 weights, AdamW, with checkpointing and without. Their largest error says little of a model with
-other operations, or of kernels that were never seen. So it is stated for steps like those, and of every other step it is said what
-sets it apart.
+padded rows, bf16 autocast over fp32 weights, AdamW, with checkpointing and without. Their largest error says little about other
+models or kernels. So it is stated for steps like those; for every other step the estimate lists what was never compared.
 """
 
 from collections.abc import Iterator

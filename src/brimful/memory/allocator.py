@@ -137,7 +137,7 @@ class CachingAllocator:
         pool.add(block)
 
     def forget_peak(self) -> None:
-        """The peak of allocated bytes begins anew."""
+        """Reset the peak of allocated bytes."""
         self.peak_allocated_bytes = self.allocated_bytes
 
     def _join(self, pool: _Pool, block: _Block, behind: _Block) -> None:

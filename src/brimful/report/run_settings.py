@@ -53,7 +53,7 @@ class Setting:
     identity: Any = None
     """What two settings are compared by where both have it: the same rows in another place are the same data."""
     is_unknown: bool = False
-    """Nobody knows what it was, because the run has no plan that can be read."""
+    """Unknown, because the run has no readable plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,7 @@ class AnswerText:
         text, full = self._decode(self._window), len(self._window) > WINDOW
         if not text.endswith(INCOMPLETE_CHARACTER):
             self._pending = 0
-        elif full and self._pending > BYTES:  # no character begins with so many: this text stays as it is
+        elif full and self._pending > BYTES:  # no character has more bytes, so this text is final
             text, self._pending = self._decode(self._window[:-BYTES]), BYTES
         else:
             text = self._decoded

@@ -258,7 +258,7 @@ def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], object])
 
 
 def answer_each(chat: Chat, read: Callable[[str], str], write: Callable[[str], object]) -> None:
-    """The same for questions that nobody types: each is answered by itself, and one that fails ends it."""
+    """The same for questions from a pipe: each is answered by itself, and the first that fails ends the talk."""
     while True:
         try:
             text = _read_question(read)

@@ -478,7 +478,7 @@ class Engine:
             self._join(*prefill(self.generator, [row.tokens for row in chosen]), chosen)
 
     def _is_long(self, row: _Row) -> bool:
-        """Whether its prompt is prefilled in pieces, because others would wait for it. It begins with nobody else."""
+        """Whether its prompt is prefilled in pieces, so that other answers go on meanwhile. Such a row is admitted alone."""
         return self.generator.causal and self._max_rows > 1 and sum(self._prefill_shape(row)) > self._prefill_tokens
 
     def _prefill_piece(self) -> None:

@@ -208,7 +208,7 @@ class Server:
             return any(one.error is not None for one in answers) or all(one.done for one in answers)
 
         def notify() -> None:
-            if not asked.stream and not over():  # nobody reads it before: not worth waking the loop for each token
+            if not asked.stream and not over():  # it is read at the end only, so the loop is not woken for each token
                 return
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(changed.set)

@@ -27,6 +27,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from brimful.errors import in_one_line
+from brimful.memory.graphs import capture
 from brimful.memory.oom import is_oom
 from brimful.serving.batch import (
     Batch,
@@ -61,8 +62,7 @@ def record_launches(
     work: Callable[[], torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, Callable[[], object]]:
     """A `Recorder` for CUDA. Unlike that of `memory/graphs.py` it leaves the peak statistics alone, which the engine reads."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture(device) as graph:
         scores = work()
     return scores, graph.replay
 

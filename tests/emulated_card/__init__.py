@@ -7,6 +7,7 @@ EMULATED_CARD=1GiB PYTHONPATH=tests/emulated_card/site …   any program, and th
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -120,7 +121,7 @@ def insert(memory: str | int = "1GiB", devices: int = 1) -> None:
     library = _library = ctypes.CDLL(path)
     library.card_get_fraction.restype = ctypes.c_double
     library.card_record.restype = ctypes.c_void_p
-    library.card_recording.restype = ctypes.c_bool
+    library.card_recording.restype = library.card_recording_failed.restype = ctypes.c_bool
     library.card_insert(devices, ctypes.c_int64(total))
     generators = tuple(torch.Generator() for _ in range(devices))
     library.card_use_generator(ctypes.c_void_p(id(generators[0])))
@@ -230,6 +231,9 @@ def _move_storage(to_cpu: Any, storage: Any, device: torch.device, non_blocking:
 
 
 def _replace_graphs(library: ctypes.CDLL) -> None:
+    underway = list[Any]()
+    """Pools of captures that were not ended. As on a card, no cache is emptied while there is one."""
+
     class CUDAGraph:
         """What ran between `capture_begin` and `capture_end`, repeated on the same addresses."""
 
@@ -237,10 +241,15 @@ def _replace_graphs(library: ctypes.CDLL) -> None:
             self._recorded: int | None = None
 
         def capture_begin(self, pool: Any = None, **_: Any) -> None:
+            self._pool = pool
+            underway.append(pool)
             self._recorded = library.card_record()
 
         def capture_end(self) -> None:
             library.card_end_record()
+            if library.card_recording_failed():
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            underway.remove(self._pool)
 
         def replay(self) -> None:
             library.card_replay(ctypes.c_void_p(self._recorded))
@@ -255,6 +264,20 @@ def _replace_graphs(library: ctypes.CDLL) -> None:
 
         __del__ = reset
 
+    def end_allocation(device: int, pool: Any) -> None:
+        if pool not in underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        underway.remove(pool)
+
+    def empty_cache() -> None:
+        if underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+        torch.accelerator.empty_cache()
+
+    pools = itertools.count(1)
+    torch.cuda.graph_pool_handle = torch.cuda.graphs.graph_pool_handle = lambda: (0, next(pools))
+    torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool = end_allocation, lambda device, pool: None
+    torch._C._cuda_emptyCache = empty_cache
     torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph = CUDAGraph
     torch.cuda.graph.default_capture_stream = Stream()
 

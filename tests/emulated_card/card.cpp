@@ -57,7 +57,7 @@ struct Before { int64_t number; std::string bytes; };
 static std::mutex lock;
 static std::map<c10::DeviceIndex, Card> cards;
 static std::unordered_map<void*, Block> blocks;
-static bool recording = false;
+static bool recording = false, recording_failed = false;
 static int64_t last_number = 0;
 static std::unordered_map<void*, Before> before_recording;  // what the blocks of then held
 
@@ -323,6 +323,7 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     else arguments.push_back(one);
   }
   if (waits.count(name) || (name == "aten::copy_" && !given[2].toBool() && given[0].toTensor().is_cuda() != given[1].toTensor().is_cuda())) {
+    recording_failed |= recording;
     TORCH_CHECK(!recording, "CUDA error: operation not permitted when stream is capturing (", name, ")");
     TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation (", name, ")");
     if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation (", name, ")");
@@ -495,10 +496,12 @@ void card_take(int device, int64_t bytes) { cards[device].taken = bytes; }
 void card_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int card_get_sync_debug_mode() { return sync_debug_mode; }
 bool card_recording() { return recording; }
+bool card_recording_failed() { return recording_failed; }
 void* card_record() {
   std::lock_guard<std::mutex> guard(lock);
   for (auto& [pointer, block] : blocks) before_recording[pointer] = {block.number, std::string(static_cast<char*>(pointer), block.bytes)};
   recording = true;
+  recording_failed = false;
   graph = new std::vector<Recorded>();
   return graph;
 }

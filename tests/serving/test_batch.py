@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from brimful.memory.meter import meter
 from brimful.serving.batch import RowTokens, joinable, prefill
 from brimful.serving.replayed_batch import Recordings, ReplayedBatch, replayable
 from tests.serving.engines import generator, random_prompts
@@ -86,6 +87,31 @@ def test_rows_that_join_and_leave_are_answered_as_alone(causal, kind, replayed, 
     assert [answers[row] for row in range(5)] == [one[: len(answers[row])] for row, one in enumerate(expected)]
     assert [len(answers[row]) for row in range(5)] == [NEW, NEW, 9, NEW, NEW]
     assert len({token for one in expected for token in one}) > 10, "answers that vary would show a mistake"
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "t5"])
+@torch.no_grad()
+def test_a_row_that_overflowed_spoils_none_that_takes_its_place(causal, kind):
+    source, prompts = made(causal, kind), random_prompts(12, 3, 5)
+    source.model.get_input_embeddings().weight.data[7] = torch.nan
+    spoiled, first, second = [7, *prompts[0]], *([token or 1 for token in one if token != 7] for one in prompts[1:])
+    batch = ReplayedBatch(source, prefill(source, [RowTokens(spoiled), RowTokens(first)])[0], Recordings(record))
+    assert batch.step(torch.tensor([7, 1]))[0].isnan().all()
+    batch.keep([1])
+    batch.join(prefill(source, [RowTokens(second)])[0])
+    expected = prefill(source, [RowTokens(second)])[0].step(torch.tensor([3]))
+    assert torch.allclose(batch.step(torch.tensor([1, 3]))[1], expected[0], equal_nan=True)  # T5 has tied weights
+
+
+@torch.no_grad()
+def test_rows_move_into_the_cache_of_fixed_size_layer_by_layer(causal):
+    model = make_causal("qwen2", 385, torch.float64, num_hidden_layers=12, layer_types=["full_attention"] * 12)
+    source = generator(causal, model)
+    with meter(torch.device("cpu")) as metered:
+        batch, _ = prefill(source, [RowTokens(one) for one in random_prompts(*[111] * 32)])
+        metered.phase("moving")
+        replayed = ReplayedBatch(source, batch, Recordings(record))
+    assert metered.reading().phases["moving"] < 1.4 * replayed.cache_bytes
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

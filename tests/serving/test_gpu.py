@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 import torch
@@ -71,22 +72,40 @@ def test_tokens_are_replayed(causal, net):
     assert len(replays) == 41  # the first token comes from the prompt, the second is launched
 
 
-def test_what_a_graph_cannot_do_is_launched(causal, net, monkeypatch):
-    forward = net.forward
+def reading_back(forward):
+    """A forward that waits for a number from the device, which a graph cannot."""
 
+    @wraps(forward)
     def reads_back(*arguments, **options):
         output = forward(*arguments, **options)
         assert float(output.logits.sum()) == output.logits.sum().item()
         return output
 
-    monkeypatch.setattr(net, "forward", reads_back)
+    return reads_back
+
+
+def test_what_a_graph_cannot_do_is_launched(causal, net, monkeypatch):
+    monkeypatch.setattr(net, "forward", reading_back(net.forward))
     with on_the_card(causal, net) as engine:
         assert engine.choices["cuda_graphs"][0] == "CUDA graphs off"
         assert "cannot be recorded" in engine.choices["cuda_graphs"][1]
         assert len(texts(engine, [prompt(random_prompts(20)[0])])) == 1
+        torch.cuda.empty_cache()  # which fails during a capture, and after one that was not ended
+        assert torch.rand(1, device=CARD) < 1
     refused = pytest.raises(BadOption, match=r'cuda_graphs="on" is not possible: the model cannot be recorded')
     with refused, on_the_card(causal, net, cuda_graphs="on"):
         pass
+
+
+def test_recording_that_fails_later_is_reported_and_changes_no_answer(causal, net, monkeypatch):
+    prompts, notes = [prompt(one) for one in random_prompts(20, 30)], []
+    with on_the_card(causal, net, cuda_graphs="on") as engine:
+        expected = texts(engine, prompts)
+        monkeypatch.setattr(engine, "_note", notes.append)
+        monkeypatch.setattr(net, "forward", reading_back(net.forward))
+        assert [texts(engine, prompts) for _ in range(2)] == [expected] * 2
+        assert engine.choices["cuda_graphs"][0] == "CUDA graphs off"
+    assert len(notes) == 1 and "no more tokens are replayed" in notes[0]
 
 
 @pytest.mark.parametrize("cuda_graphs", ["on", "off"])

@@ -18,7 +18,8 @@ the first batch for ever; planning compares a replay with the plain run of anoth
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,30 @@ def record_launches(work: Callable[[], Loss], device: torch.device) -> tuple[Los
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture(device) as graph:
         result = work()
     return result, graph.replay, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def capture(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+    """A graph of what is launched within. After work that cannot be captured, torch 2.11 is left as if it were still capturing:
+    on another stream, with an allocator that no longer empties its cache, and a default generator that refuses to draw. So its
+    capture is ended, and one that succeeds follows, which resets the generator."""
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
+    with torch.cuda.device(device):
+        try:
+            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+                yield graph
+        except Exception:
+            torch.cuda.set_stream(stream)
+            index = torch.cuda.current_device()
+            with suppress(RuntimeError):  # it was ended
+                torch._C._cuda_endAllocateToPool(index, pool)
+                torch._C._cuda_releasePool(index, pool)
+            with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                torch.zeros((), device=device)
+            raise
 
 
 @dataclass

@@ -83,10 +83,13 @@ class Admission:
         caution = self._caution if size.rows > 1 else 1.0
         rows, final = self.cache_size(size.rows, size.final)
         decoding = caution * self._forward.phase_bytes(rows, final, "decoding", "choosing")
+        held = float(size.held_bytes)
+        if size.fixed is not None:
+            decoding = max(decoding, caution * self._forward.phase_bytes(*size.fixed, "decoding", "choosing"))
+            held = max(held, self._forward.phase_bytes(*size.fixed, "decoding"))
         if not size.new_rows:
             return decoding
-        prefill = caution * self._forward.phase_bytes(size.new_rows, size.prefilled, "forward")
-        return max(decoding, prefill + size.held_bytes)
+        return max(decoding, caution * self._forward.phase_bytes(size.new_rows, size.prefilled, "forward") + held)
 
     def out_of_memory(self, predicted_bytes: float) -> None:
         """Count rows for more, up to what was there and was not enough. Nothing is held any more."""
@@ -126,6 +129,9 @@ class BatchSize:
 
     held_bytes: int
     """Of the cache that there is."""
+    fixed: tuple[int, Shape] | None = None
+    """Rows and lengths of that cache if its size is fixed: it may be larger than its rows need, and the graph beside it keeps what
+    a token takes."""
     rows: int = 0
     final: Shape = ()
     new_rows: int = 0
@@ -135,6 +141,7 @@ class BatchSize:
         """With a further row, which is prefilled now if `prefilled` is given. Rows side by side are as long as the longest."""
         return BatchSize(
             held_bytes=self.held_bytes,
+            fixed=self.fixed,
             rows=self.rows + 1,
             final=tuple(map(max, self.final or final, final)),
             new_rows=self.new_rows + bool(prefilled),

@@ -501,6 +501,10 @@ class Engine:
     def _join(self, batch: Batch, scores: torch.Tensor, rows: list[_Row]) -> None:
         """Rows that were prefilled run from now on, with these scores for their next tokens."""
         tokens, logprobs = _choose(scores, rows)
+        if self._recordings is not None and self._recordings.problem:
+            self._note(f"serving: no more tokens are replayed as a CUDA graph ({self._recordings.problem}).")
+            self.choices["cuda_graphs"] = ("CUDA graphs off", self._recordings.problem)
+            self._recordings = None
         if self._batch is None:
             graphs = self._recordings
             self._batch = batch if graphs is None else ReplayedBatch(self.generator, batch, graphs)
@@ -548,7 +552,8 @@ class Engine:
     def _size(self) -> BatchSize:
         """What is in memory, or will be. A prompt that is prefilled in pieces counts in full, as if it began now."""
         batches = [self._batch, self._long and self._long.batch]
-        size = BatchSize(held_bytes=sum(batch.cache_bytes for batch in batches if batch))
+        fixed = self._batch.size if isinstance(self._batch, ReplayedBatch) else None
+        size = BatchSize(held_bytes=sum(batch.cache_bytes for batch in batches if batch), fixed=fixed)
         for row in self._running:
             size = size.with_row(self._final_shape(row))
         if self._long:

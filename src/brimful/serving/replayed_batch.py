@@ -27,6 +27,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from brimful.errors import in_one_line
+from brimful.memory.graphs import capture
 from brimful.memory.oom import is_oom
 from brimful.serving.batch import (
     Batch,
@@ -61,8 +62,7 @@ def record_launches(
     work: Callable[[], torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, Callable[[], object]]:
     """A `Recorder` for CUDA. Unlike that of `memory/graphs.py` it leaves the peak statistics alone, which the engine reads."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capture(device) as graph:
         scores = work()
     return scores, graph.replay
 
@@ -113,12 +113,11 @@ class ReplayedBatch:
         if sources:
             self._cache = EncoderDecoderCache(self._cache, Cache(layers=self._source_layers))
             self._cache.is_updated = dict.fromkeys(range(len(self._source_layers)), True)
-        self._size: tuple[int, Shape] = (0, ())
+        self.size: tuple[int, Shape] = (0, ())
         """Rows and lengths that the cache has room for."""
         self._recorded: tuple[torch.Tensor, Callable[[], object]] | None = None
         self._warm = False
         """Whether a token was computed in this cache."""
-        self._resize(*fixed_size(len(batch.lengths), _with_next(batch.shape)))
         self.join(batch)
 
     @property
@@ -133,7 +132,7 @@ class ReplayedBatch:
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to each row. Returns the scores of the next, which the next step overwrites."""
-        if self._end == self._size[1][-1]:
+        if self._end == self.size[1][-1]:
             self._make_room()
         self._tokens[self._index, 0] = tokens
         scores = self._next_scores()
@@ -143,20 +142,28 @@ class ReplayedBatch:
         return scores[: len(self._places)] if in_order else scores[self._index]
 
     def join(self, other: Batch) -> None:
-        """Copy the rows of `other`, which is used up, into free places."""
-        count, longest = len(other.lengths), max(other.lengths)
-        rows, shape = fixed_size(len(self.lengths) + count, _with_next(self._shape_with(other)))
-        if rows > self._size[0] or any(map(int.__gt__, shape, self._size[1])):
-            self._resize(rows, shape)
-        if longest > self._end:
-            self._shift(longest - self._end)
+        """Copy the rows of `other`, which is used up, into free places. Layer by layer, so that only one is in memory twice."""
+        own, longest = max(self.lengths, default=0), max(other.lengths)
+        rows, shape = fixed_size(len(self.lengths) + len(other.lengths), _with_next(self._shape_with(other)))
+        larger = rows > self.size[0] or any(map(int.__gt__, shape, self.size[1]))
+        end = max(own if larger else self._end, longest)
+        old, new = slice(self._end - own, self._end), slice(end - own, end)
+        kept = self._new_size(rows, shape) if larger else None
         taken = set(self._places)
-        places = [place for place in range(self._size[0]) if place not in taken][:count]
+        places = [place for place in range(self.size[0]) if place not in taken][: len(other.lengths)]
         index = torch.tensor(places, device=self._device)
         for layer, more in zip(self._layers, other.caches[0].layers, strict=True):
-            _write(layer, index, slice(self._end - longest, self._end), more)
+            if kept is not None:
+                _resize(layer, rows, shape[-1], kept, old, new)
+            elif new != old:
+                layer.move(old, new)
+            _write(layer, index, slice(end - longest, end), more)
+        self._end = end
         if not isinstance(other, CausalBatch):
+            sources = slice(max(self.sources, default=0))
             for layer, more in zip(self._source_layers, other.caches[1].layers, strict=True):
+                if kept is not None:
+                    _resize(layer, rows, shape[0], kept, sources, sources)
                 _write(layer, index, slice(max(other.sources)), more)
             self.sources = [*self.sources, *other.sources]
         self.lengths, self._places = [*self.lengths, *other.lengths], [*self._places, *places]
@@ -167,7 +174,7 @@ class ReplayedBatch:
         self.lengths, self._places = ([one[row] for row in rows] for one in (self.lengths, self._places))
         self.sources = [self.sources[row] for row in rows] if self.sources else []
         size = fixed_size(len(rows), _with_next(self.shape))
-        if _cells(*self._size) > MOST_UNUSED * _cells(*size):
+        if _cells(*self.size) > MOST_UNUSED * _cells(*size):
             self._resize(*size)
         self._write_state()
 
@@ -190,7 +197,7 @@ class ReplayedBatch:
 
     def _compute(self) -> torch.Tensor:
         """One token for each place: all that happens on the device, nothing else."""
-        columns = torch.arange(self._size[1][-1], device=self._device)
+        columns = torch.arange(self.size[1][-1], device=self._device)
         seen = (columns <= self._column) & (columns >= self._column - self._device_lengths[:, None])
         if self._source_layers:
             scores = decoder_scores(self._generator, self._cache, self._tokens, seen.long(), self._source_mask)
@@ -204,37 +211,47 @@ class ReplayedBatch:
     def _make_room(self) -> None:
         """The last column is written."""
         rows, shape = fixed_size(len(self.lengths), _with_next(self.shape))
-        if shape[-1] > self._size[1][-1]:
+        if shape[-1] > self.size[1][-1]:
             self._resize(rows, shape)
         else:
-            self._shift(max(self.lengths) - self._end)
+            self._shift(self._end - max(self.lengths))
         self._write_state()
 
     def _shift(self, columns: int) -> None:
-        """Move all rows to the right, or to the left."""
-        longest = max(self.lengths, default=0)
+        """Move all rows to the left by this many columns."""
+        old = slice(self._end - max(self.lengths), self._end)
         for layer in self._layers:
-            layer.move(slice(self._end - longest, self._end), columns)
-        self._end += columns
+            layer.move(old, slice(old.start - columns, old.stop - columns))
+        self._end -= columns
 
     def _resize(self, rows: int, shape: Shape) -> None:
-        """Replace the cache, layer by layer, so that only one is in memory twice, and the recorded token with it."""
-        self._recorded, self._warm, self._size = None, False, (rows, shape)
-        index, longest = torch.tensor(self._places, dtype=torch.long, device=self._device), max(self.lengths, default=0)
+        """Replace the cache, layer by layer, so that only one is in memory twice."""
+        longest = max(self.lengths)
+        old, new = slice(self._end - longest, self._end), slice(longest)
+        kept = self._new_size(rows, shape)
         for layer in self._layers:
-            _resize(layer, rows, shape[-1], index, slice(self._end - longest, self._end))
+            _resize(layer, rows, shape[-1], kept, old, new)
+        sources = slice(max(self.sources, default=0))
         for source_layer in self._source_layers:
-            _resize(source_layer, rows, shape[0], index, slice(max(self.sources, default=0)))
-        self._places, self._end = list(range(len(self._places))), longest
+            _resize(source_layer, rows, shape[0], kept, sources, sources)
+        self._end = longest
+
+    def _new_size(self, rows: int, shape: Shape) -> torch.Tensor:
+        """Drop the recorded token, and replace what is beside the cache. Returns the places that the rows had in the old one; in
+        the new one they are at the beginning."""
+        self._recorded, self._warm, self.size = None, False, (rows, shape)
+        kept = torch.tensor(self._places, dtype=torch.long, device=self._device)
+        self._places = list(range(len(self._places)))
         zeros = torch.zeros(rows, dtype=torch.long, device=self._device)
         self._tokens, self._device_lengths, self._taken = zeros[:, None].clone(), zeros.clone(), zeros
         self._source_mask = zeros.new_zeros((rows, shape[0])) if self._source_layers else zeros
+        return kept
 
     def _write_state(self) -> None:
         """Bring the tensors beside the cache up to date. A free place sees something, too: nothing at all would give NaN, which
         stays in the cache."""
         self._index = torch.tensor(self._places, device=self._device)
-        lengths, taken, sources = [0] * self._size[0], [0] * self._size[0], [1] * self._size[0]
+        lengths, taken, sources = [0] * self.size[0], [0] * self.size[0], [1] * self.size[0]
         for row, place in enumerate(self._places):
             lengths[place], taken[place] = self.lengths[row], 1
             sources[place] = self.sources[row] if self.sources else 1
@@ -242,7 +259,7 @@ class ReplayedBatch:
         self._device_lengths.copy_(torch.tensor(lengths))
         self._taken.copy_(torch.tensor(taken))
         if self._source_layers:
-            columns = torch.arange(self._size[1][0], device=self._device)
+            columns = torch.arange(self.size[1][0], device=self._device)
             self._source_mask.copy_(columns < torch.tensor(sources, device=self._device)[:, None])
 
 
@@ -279,12 +296,11 @@ class _FixedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1 if self.keys is None else self.keys.shape[2]
 
-    def move(self, columns: slice, by: int) -> None:
+    def move(self, old: slice, new: slice) -> None:
         if self.is_initialized:
-            target = slice(columns.start + by, columns.stop + by)
             for tensor in (self.keys, self.values):
                 assert tensor is not None
-                tensor[:, :, target] = tensor[:, :, columns].clone()
+                tensor[:, :, new] = tensor[:, :, old].clone()
 
 
 def _empty(like: Any) -> DynamicLayer:
@@ -295,20 +311,23 @@ def _empty(like: Any) -> DynamicLayer:
 
 
 def _write(layer: Any, places: torch.Tensor, columns: slice, more: Any) -> None:
+    """Other columns are cleared: those of a row that was there before may be infinite, and even masked they would give NaN."""
     if layer.is_initialized:
-        layer.keys[places, :, columns], layer.values[places, :, columns] = more.keys, more.values
+        for tensor, part in ((layer.keys, more.keys), (layer.values, more.values)):
+            tensor.index_fill_(0, places, 0)
+            tensor[places, :, columns] = part
         more.keys = more.values = None
 
 
-def _resize(layer: Any, rows: int, width: int, places: torch.Tensor, columns: slice) -> None:
-    """Tensors of another size, with these rows and columns of the old ones at their beginning."""
+def _resize(layer: Any, rows: int, width: int, places: torch.Tensor, old: slice, new: slice) -> None:
+    """Tensors of another size, with these rows and columns of the old ones."""
     if layer.is_initialized:
         for name in ("keys", "values"):
-            old = getattr(layer, name)
-            new = old.new_zeros((rows, old.shape[1], width, old.shape[3]))
+            before = getattr(layer, name)
+            after = before.new_zeros((rows, before.shape[1], width, before.shape[3]))
             if len(places):
-                new[: len(places), :, : columns.stop - (columns.start or 0)] = old[places, :, columns]
-            setattr(layer, name, new)
+                after[: len(places), :, new] = before[places, :, old]
+            setattr(layer, name, after)
 
 
 def _with_next(shape: Shape) -> Shape:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from brimful.cli.flags import Device, Fill, Switch
 from brimful.cli.output import prefer_growing_segments, progress, show, with_flags
-from brimful.languages import tr, translate
+from brimful.languages import language, tr, translate
 from brimful.units import parse_bytes
 
 
@@ -116,8 +116,8 @@ def serve(
             "context_length": engine.context_tokens, "limit_bytes": target.limit_bytes, "limit_reason": target.limit_reason,
         }  # fmt: skip
         lines = [tr("{model} on {device}: {url}", model=name, device=translate(target.name), url=url)]
-        for value, reason in engine.choices.values():
-            lines.append("  " + tr("{value}: {reason}", value=translate(value), reason=translate(reason)))
+        colon = "：" if language() == "zh" else ": "
+        lines += [f"  {translate(value)}{colon}{translate(reason)}" for value, reason in engine.choices.values()]
         try:
             server.run(listener, lambda: show("\n".join(lines), ready, as_json=json))
         finally:

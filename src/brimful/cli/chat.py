@@ -41,7 +41,8 @@ def chat(
     Parameters
     ----------
     model
-        A run of `brimful train` (its best model), one of its checkpoints, or a folder written by save_pretrained.
+        A run of `brimful train` (its best model), one of its checkpoints, an adapter, a folder written by save_pretrained, or
+        owner/name on the Hugging Face hub.
     prompt
         A question to answer. Can be repeated.
     system

@@ -61,7 +61,8 @@ def evaluate(
     Parameters
     ----------
     model
-        A run of `brimful train` (its best model), one of its checkpoints, or a folder written by save_pretrained.
+        A run of `brimful train` (its best model), one of its checkpoints, an adapter, a folder written by save_pretrained, or
+        owner/name on the Hugging Face hub.
     data
         Raw rows (parquet, jsonl, json, csv …), or a token store made with the model's tokenizer.
     rows

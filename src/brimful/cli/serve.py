@@ -43,7 +43,8 @@ def serve(
     Parameters
     ----------
     model
-        A run of `brimful train` (its best model), one of its checkpoints, an adapter, or a folder written by save_pretrained.
+        A run of `brimful train` (its best model), one of its checkpoints, an adapter, a folder written by save_pretrained, or
+        owner/name on the Hugging Face hub.
     name
         The name that clients use. Default: that of the folder.
     host

@@ -141,3 +141,13 @@ def test_chinese(command):
     for text in ("参数", "优化器", "激活", "损失", "假设"):
         assert text in output.out
     assert "assumed" not in output.out
+
+
+def test_a_card_that_is_not_known_is_answered_in_chinese(command):
+    code, output = command("--gpu", "XYZZY", "--lang", "zh")
+    assert code == 2 and "--gpu all，它会列出所有已知的显卡，或 --memory" in output.err
+
+
+def test_what_is_assumed_names_flags(command):
+    _, output = command("--gpu", "all", "--no-levers")
+    assert "name another with --gpu" in " ".join(output.out.split())

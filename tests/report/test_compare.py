@@ -18,6 +18,7 @@ from brimful.report.compare_view import comparison_view
 from brimful.training.events import FORMAT
 from brimful.units import GiB
 from tests.report.fake_runs import plan, write_run
+from tests.report.why.test_growth_checks import write_store
 from tests.report.why.test_run_checks import damage
 
 
@@ -478,6 +479,23 @@ def test_in_chinese_the_verdict_names_values_as_the_table_does(tmp_path):
     text = shown(compared(tmp_path, {}, {"plan_values": choices}))
     set_language(None)
     assert "优化器 adamw，0.0001 → adamw，0.001" in text and "adamw at" not in text
+
+
+def test_in_chinese_a_setting_that_is_on_is_chinese(tmp_path):
+    set_language("zh")
+    text = shown(compared(tmp_path, {}, {"request": {"options": {"seed": 0, "deterministic": True}}}))
+    set_language(None)
+    assert "开启" in text and " on" not in text
+
+
+@pytest.mark.parametrize("long_row", [None, 3])
+def test_how_many_rows_may_be_bad_is_another_experiment_only_with_other_rows(tmp_path, long_row):
+    """A file with `--max-bad` and a store of its good rows are trained alike."""
+    write_store(tmp_path / "a" / "store", Path("rows.jsonl"), None)
+    write_store(tmp_path / "b" / "store", Path("rows.jsonl"), long_row)
+    request = {"data": "rows", "prepared": {"data": "store"}}
+    found = compared(tmp_path, {"request": {**request, "task_options": {"max_bad": 0.01}}}, {"request": request})
+    assert found.verdict.startswith("same experiment" if long_row is None else "different experiment")
 
 
 def test_a_run_in_one_go_has_nothing_to_compare(tmp_path):

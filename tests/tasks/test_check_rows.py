@@ -9,7 +9,9 @@ from rich.console import Console
 from brimful.cli import main
 from brimful.data.store import Store
 from brimful.errors import BadOption
+from brimful.languages import set_language, translate
 from brimful.report.data_tables import rows_table
+from brimful.tasks.causal_data import FOUND_BY
 from brimful.tasks.check_rows import _packed_tokens, check_rows
 from brimful.tasks.load import load_task
 from tests.tasks.tiny import write_jsonl
@@ -28,6 +30,25 @@ def test_tokens_lengths_and_trained_shares_are_those_of_the_store(causal):
     assert (report.rows_in, report.rows_out, report.tokens) == (24, 24, sum(lengths))
     assert report.trained_tokens == sum(int(row["spans"][1::2].sum()) for row in causal.store)
     assert report.lengths["longest"] == max(lengths) and report.dropped == {} and report.failure() is None
+
+
+def test_percentiles_are_those_of_data_tokenize(causal, tmp_path, capsys):
+    """The 99th of one file was its longest row in one command, and the one before in the other."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": talk("问？", "红花" * count)} for count in range(1, 31)])
+    report = check_rows([str(rows)], model=str(causal.model))
+    tokenized(rows, causal.model, tmp_path / "store", "--json")
+    of_store = json.loads(capsys.readouterr().out)["lengths"]["tokens"]
+    assert {name: of_store[name] for name in report.lengths if name != "mean"} == {
+        name: value for name, value in report.lengths.items() if name != "mean"
+    }
+
+
+@pytest.mark.parametrize("method", FOUND_BY.values())
+def test_how_replies_are_found_is_told_in_chinese(method):
+    set_language("zh")
+    text = translate(f"columns: found messages; replies found by: {method}")
+    set_language(None)
+    assert method not in text
 
 
 def test_trained_tokens_stand_out(causal):

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from brimful.cli.flags import TASK_TITLE, Switch, collect, make_flags, optimizer_flag
-from brimful.cli.output import naming_files, progress, show
+from brimful.cli.output import naming_files, progress, show, with_flags
 from brimful.planning.plan_options import PlanOptions
 from brimful.tasks.load import check_request_options, check_spec
 from brimful.tasks.option_fields import OptionField, option_fields
@@ -108,6 +108,6 @@ def estimate_command(task_fields: Sequence[OptionField] = ()) -> Callable[..., N
                     loaded, data=data, gpu=gpu, memory=memory, sharding=sharding, levers=levers, alternatives=alternatives,
                     quiet=True, progress=update, **own,
                 )  # fmt: skip
-        show(estimate_table(result), result.to_json(), as_json=json)
+        show(estimate_table(result, wording=with_flags), result.to_json(), as_json=json)
 
     return estimate

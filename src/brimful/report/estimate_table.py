@@ -1,6 +1,6 @@
 """An estimate in the terminal: what fits, what is in memory at the peak, and what other lengths, settings and cards would change."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,8 +26,11 @@ PHASES = {
 """The phases of a later micro-batch; those of a first one begin with `first_`."""
 
 
-def estimate_table(estimate: Estimate) -> RenderableType:
-    """The headline, the memory, then one table for each question."""
+def estimate_table(estimate: Estimate, *, wording: Callable[[str], str] = str) -> RenderableType:
+    """The headline, the memory, then one table for each question.
+
+    `wording` turns the arguments that assumptions name into what the user types.
+    """
     parts: list[RenderableType] = [
         WrappedText(translate(estimate.headline), style="bold" if estimate.fits else "bold yellow"),
         _bar(estimate),
@@ -53,7 +56,7 @@ def estimate_table(estimate: Estimate) -> RenderableType:
     if estimate.cards:
         parts += [Text(), _cards(estimate.cards)]
     parts += [Text(), Text(tr("assumed"), style="dim")]
-    parts += [WrappedText(f"  {translate(one)}", style="dim") for one in estimate.assumptions]
+    parts += [WrappedText(f"  {wording(translate(one))}", style="dim") for one in estimate.assumptions]
     return Group(*parts)
 
 

@@ -118,6 +118,9 @@ def differences(runs: Sequence[RunFigures]) -> list[Difference]:
     all_settings = [settings_of(run) for run in runs]
     names = dict.fromkeys(name for settings in all_settings for name in settings)
     task_options = {name for run in runs for name in run.task_options}
+    data = [one["data"].identity for one in all_settings]
+    if None not in data and len(set(data)) == 1:  # these act on the rows alone, and all runs have the same
+        task_options -= {"columns", "max_bad"}
     found = []
     for name in names:
         settings = tuple(_known(one.get(name), run) for one, run in zip(all_settings, runs, strict=True))

@@ -194,6 +194,21 @@ def test_the_error_of_a_failed_run_does_not_push_the_command_out(tmp_path):
         assert "CUDA error: an illegal" in shown and "To continue: brimful train" in shown
 
 
+def test_the_error_of_a_failed_run_is_told_in_full_and_in_flags(tmp_path):
+    folder = write_run(tmp_path / "first", steps=30, done=0, end="failed")
+    error = (
+        'One row needs 16 MiB. Try: memory_limit=\\"19MiB\\", or a lower max_tokens=, '
+        + "or another advice " * 10
+        + "or lora='r=16'."
+    )
+    content = (folder / "events.jsonl").read_text().replace("trained 0 steps", error)
+    (folder / "events.jsonl").write_text(content)
+    shown = squeezed(snapshot(folder, "failed"), 80, 24, wording=with_flags)
+    assert (
+        "Try: --memory-limit 19MiB, or a lower --max-tokens, " + "or another advice " * 10 + "or --lora r=16." in shown
+    )
+
+
 def test_a_run_without_its_events_is_not_said_to_be_killed(tmp_path):
     folder = write_run(tmp_path / "first", steps=30, checkpoints=[10])
     (folder / "events.jsonl").unlink()

@@ -109,6 +109,10 @@ def _time_left(canvas: Canvas) -> Text:
     return canvas.text(f"{tr('ETA')} {UNKNOWN}", "dim")
 
 
+ERROR_LINES = 6
+"""Of the sentence with which a run ended. An error that names what would fit has five at 80 columns."""
+
+
 def ending(canvas: Canvas) -> Lines:
     """How the run ended, and the command that continues it. Before the first step: what is being waited for."""
     snapshot, style = canvas.snapshot, STATE_STYLES[canvas.snapshot.state]
@@ -119,8 +123,8 @@ def ending(canvas: Canvas) -> Lines:
         "killed": translate(NO_EVENTS) if snapshot.sentence == NO_EVENTS else tr("Its process has ended without a word: it was killed, or the machine went down."),
         "gone": tr("The folder of this run was removed."),
     }  # fmt: skip
-    sentence = " ".join(sentences.get(snapshot.state, translate(snapshot.sentence or "")).split())
-    lines = wrap(canvas.text(sentence, style), canvas.width)[:4] if sentence else []
+    sentence = " ".join(sentences.get(snapshot.state, canvas.wording(translate(snapshot.sentence or ""))).split())
+    lines = wrap(canvas.text(sentence, style), canvas.width)[:ERROR_LINES] if sentence else []
     if snapshot.resume_command:
         template = "Fix this first, then continue: {command}" if snapshot.fails_again else "To continue: {command}"
         lines.append(canvas.text(tr(template, command=snapshot.resume_command)))

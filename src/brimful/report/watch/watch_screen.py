@@ -243,7 +243,7 @@ def _one_column(canvas: Canvas, height: int, keys: str | None) -> Lines:
     ]
     wishes += [("loss", 1), ("rows", 1), ("time", 1), ("saved", 1), ("notes", 1), ("time", 2), ("ending", 3)]
     wishes += [("scores", 1), ("figures", 1), ("logged", ANY), ("progress", 2)]
-    wishes += [("memory", table + len(memory_facts(canvas)))]
+    wishes += [("ending", ANY), ("memory", table + len(memory_facts(canvas)))]
     wishes += [("gap 1", 1), ("gap 3", 1), ("notes", 2), ("loss", 3), ("ooms", 2), ("gap 2", 1), ("gap 4", 1), ("notes", 3), ("time", ANY)]  # fmt: skip
     wishes += [("saved", 2), ("rows", 3), ("ooms", 3), ("loss", 5), ("peak", 4), ("notes", 6), ("ooms", 6), ("loss", 9)]
     wishes += [("rows", 5), ("peak", 6), ("loss", 14), ("rows", 8), ("peak", 9), ("loss", 20)]

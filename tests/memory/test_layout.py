@@ -36,7 +36,7 @@ def test_packed_micro_batches_are_few_and_equally_full():
 
 
 def dealt(shapes, parts, most):
-    """Rows in so many parts: the longest first, each to the part with the fewest tokens."""
+    """Divide rows into parts: the longest first, each to the part with the fewest tokens."""
     groups = [[] for _ in range(parts)]
     for shape in sorted(shapes, key=sum, reverse=True):
         open_groups = [group for group in groups if len(group) < most]

@@ -102,7 +102,7 @@ class ReplayedBatch:
         self.sources: list[int] = []
         """Tokens of each row's prompt, of an encoder-decoder."""
         self._places: list[int] = []
-        """Of each row in the cache."""
+        """The place of each row in the cache."""
         self._end = 0
         """The column of the next token."""
         self._column = torch.zeros(1, dtype=torch.long, device=self._device)

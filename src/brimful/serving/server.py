@@ -531,7 +531,7 @@ async def _api_error(_: Request, error: Exception) -> Response:
 
 
 async def _gone(_: Request, error: Exception) -> Response:
-    """Nobody reads it, but the metrics count it, and not as an error of the server."""
+    """The client is gone, so this is only counted in the metrics, and not as an error of the server."""
     return _error_response(ApiError(499, "the client has gone."))
 
 

@@ -231,7 +231,7 @@ def tokenize_for_model(
 def _summary(lengths: npt.NDArray[np.int32]) -> dict[str, float]:
     if not len(lengths):
         return {}
-    # As `data tokenize` and `data check` without a model: the smallest length that so many percent of the rows do not exceed.
+    # As `data tokenize` and `data check` without a model: the smallest length that this percentage of the rows does not exceed.
     percentiles = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
     return {
         "mean": round(float(lengths.mean()), 1),

@@ -62,7 +62,7 @@ class Vocabulary:
         self.edges = any_of([*self.special, OPEN])
         """Where a token may begin."""
         self._prefixes = self._ids("\na") != self._ids("\n") + self._ids("a")
-        """Whether a text gets a space in front, as with SentencePiece: a reply alone would have a token that nobody writes."""
+        """Whether a text gets a space in front, as with SentencePiece. A reply that is tokenized alone would then begin with a token that the template does not write."""
         self._lock = threading.Lock()
         self._enclosed: tuple[Tokenizer, dict[int, int]] | None = None
 
